@@ -1,0 +1,3 @@
+module github.com/malachilog/malachi/tools
+
+go 1.27.0
