@@ -1,0 +1,281 @@
+// Package broker is the composition root of a node: it opens the data directory, recovers the store, joins the control plane, and serves the
+// public services and the operations port.
+//
+// Open does I/O and starts nothing that serves. Run owns every goroutine, drains when its context ends, and returns after the last has left.
+// After a crash at any point Open finds its way: what is durable is in the data directory and in the Raft folder.
+package broker
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"sync/atomic"
+	"syscall"
+
+	"github.com/malachilog/malachi/services/admin"
+	"github.com/malachilog/malachi/services/controlplane"
+	"github.com/malachilog/malachi/services/coordinator"
+	"github.com/malachilog/malachi/services/fetch"
+	"github.com/malachilog/malachi/services/produce"
+	"github.com/malachilog/malachi/services/replica"
+	"github.com/malachilog/malachi/services/rpc"
+	"github.com/malachilog/malachi/services/telemetry"
+	"github.com/malachilog/malachi/storage"
+	"github.com/malachilog/malachi/storage/datadir"
+	"github.com/malachilog/malachi/storage/journal"
+	"github.com/malachilog/malachi/storage/rangelog"
+	"github.com/malachilog/malachi/storage/vfs"
+)
+
+// Broker is an open broker.
+type Broker struct {
+	cfg  Config
+	log  *slog.Logger
+	self storage.BrokerID
+	boot storage.Boot
+
+	fs        *vfs.OS
+	dir       *datadir.Dir
+	store     *rangelog.Store
+	cp        *controlplane.ControlPlane
+	replicas  *replica.Service
+	coord     *coordinator.Coordinator
+	services  rpc.Services
+	telemetry *telemetry.Telemetry
+	api, ops  net.Listener
+
+	closing chan struct{} // closed when the drain begins
+	ready   atomic.Bool
+}
+
+// Open recovers the node and leaves it ready to Run. Errors: storage.ErrFolderRefused and storage.ErrNewerFormat (exit 78), storage.ErrInvalid
+// (configuration), ErrPortInUse.
+func Open(ctx context.Context, cfg Config, log *slog.Logger) (_ *Broker, err error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	b := &Broker{cfg: cfg.withDefaults(), log: log, closing: make(chan struct{})}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, b.close())
+		}
+	}()
+	// The ports first: a port in use must not cost a boot.
+	if b.api, err = listen("api", b.cfg.API); err != nil {
+		return nil, err
+	}
+	if b.ops, err = listen("ops", b.cfg.Ops); err != nil {
+		return nil, err
+	}
+	if err := b.openFolder(); err != nil {
+		return nil, fmt.Errorf("data folder %s: %w", b.cfg.Data, err)
+	}
+	if err := b.openControlPlane(ctx); err != nil {
+		return nil, err
+	}
+	return b, b.compose()
+}
+
+// ErrPortInUse: another process listens there.
+var ErrPortInUse = errors.New("port in use")
+
+func listen(name, addr string) (net.Listener, error) {
+	l, err := net.Listen("tcp", addr)
+	if errors.Is(err, syscall.EADDRINUSE) {
+		return nil, fmt.Errorf("%s %s: %w: another process listens there; choose another with --%s", name, addr, ErrPortInUse, name)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("listen for %s: %w", name, err)
+	}
+	return l, nil
+}
+
+// openFolder locks the data directory, recovers the store and raises the boot.
+func (b *Broker) openFolder() (err error) {
+	if err := os.MkdirAll(b.cfg.Data, 0o755); err != nil {
+		return err
+	}
+	if b.fs, err = vfs.NewOS(b.cfg.Data); err != nil {
+		return err
+	}
+	if b.dir, err = datadir.Open(b.fs, rand.Reader); err != nil {
+		return err
+	}
+	m := b.dir.Marker()
+	if m.Cluster == "" {
+		if !b.cfg.Bootstrap {
+			return fmt.Errorf("%w: it belongs to no cluster, and founding one was not asked for (bootstrap: true)", storage.ErrFolderRefused)
+		}
+		var id [16]byte
+		if _, err := rand.Read(id[:]); err != nil {
+			return err
+		}
+		if m, err = b.dir.Update(func(m *datadir.Marker) { m.Cluster, m.Founding = storage.ClusterID(id).String(), true }); err != nil {
+			return err
+		}
+	}
+	if b.self, err = storage.ParseBrokerID(m.Broker); err != nil {
+		return err
+	}
+	var jid journal.ID
+	if _, err := rand.Read(jid[:]); err != nil {
+		return err
+	}
+	b.store, err = rangelog.Open(rangelog.Config{
+		Journal:     journal.Config{FileBytes: b.cfg.JournalFileBytes, MaxBytes: b.cfg.JournalMaxBytes},
+		DiskReserve: b.cfg.DiskReserve,
+		MustExist:   m.Journal,
+	}, rangelog.Deps{FS: b.fs, Logger: b.log, NewJournalID: jid, OnFailed: b.storageFailed})
+	if err != nil {
+		return err
+	}
+	if rec := b.store.Recovery(); rec.Entries > 1 {
+		b.log.Info("journal replayed", "groups", rec.Groups, "entries", rec.Entries, "segments", rec.Segments, "damaged", len(rec.Damaged))
+	}
+	m, err = b.dir.Update(func(m *datadir.Marker) {
+		m.Boot++
+		m.Journal = true
+		m.StorageFailed = "" // the recovery checkpoint is done: what is there was written again and synced
+	})
+	b.boot = m.Boot
+	return err
+}
+
+// storageFailed keeps the failure in the marker, if that can still be written.
+func (b *Broker) storageFailed(cause error) {
+	if _, err := b.dir.Update(func(m *datadir.Marker) { m.StorageFailed = cause.Error() }); err != nil {
+		b.log.Error("the storage failure could not be recorded", "error", err)
+	}
+}
+
+func (b *Broker) openControlPlane(ctx context.Context) error {
+	m := b.dir.Marker()
+	var cluster storage.ClusterID
+	raw, err := hex.DecodeString(m.Cluster)
+	if err != nil || len(raw) != len(cluster) {
+		return fmt.Errorf("cluster id %q: %w", m.Cluster, storage.ErrFolderRefused)
+	}
+	copy(cluster[:], raw)
+	raft := b.cfg.RaftDir
+	if raft == "" {
+		raft = filepath.Join(b.cfg.Data, "raft")
+	}
+	b.cp, err = controlplane.Open(ctx, controlplane.Config{
+		Dir: raft, RaftAddress: b.cfg.Raft, Vnodes: b.cfg.Vnodes, ElectionTimeout: b.cfg.ElectionTimeout,
+	}, controlplane.Identity{Cluster: cluster, Broker: b.self, Founding: m.Founding}, controlplane.Deps{Logger: b.log})
+	if err != nil {
+		return err
+	}
+	err = b.cp.Register(ctx, b.boot, b.store.Stats().LastGroup, map[string]string{"api": b.api.Addr().String(), "ops": b.ops.Addr().String()})
+	if err != nil {
+		return err
+	}
+	_, err = b.dir.Update(func(m *datadir.Marker) { m.Founding = false })
+	return err
+}
+
+// compose wires the parts together.
+func (b *Broker) compose() (err error) {
+	if b.telemetry, err = telemetry.New(); err != nil {
+		return err
+	}
+	b.replicas = replica.New(replica.Config{Self: b.self, Boot: b.boot}, replica.Deps{Store: b.store, Logger: b.log})
+	b.coord = coordinator.New(coordinator.Config{
+		Self: b.self, Boot: b.boot, SegmentMaxBytes: b.cfg.SegmentMaxBytes, SegmentMaxAge: b.cfg.SegmentMaxAge,
+	}, coordinator.Deps{
+		ControlPlane: b.cp, Local: b.replicas, Store: b.store, Logger: b.log,
+		Replicas: func(id storage.BrokerID) coordinator.Replicas {
+			if id != b.self {
+				return nil
+			}
+			return b.replicas
+		},
+	})
+	b.services = rpc.Services{
+		Produce: produce.New(produce.Deps{Topics: b.cp, Heads: b.coord, Primary: b.replicas, Observe: b.telemetry.Produced}),
+		Fetch: fetch.New(fetch.Deps{
+			Topics: b.cp, Replicas: b.replicas, Blocked: b.coord.Blocked, Closing: b.closing, Observe: b.telemetry.Fetched,
+		}),
+		Admin: admin.New(admin.Deps{ControlPlane: b.cp, Local: local{b}, Self: b.self, Version: b.cfg.Version}),
+	}
+	return b.telemetry.Observe(telemetry.Gauges{
+		Journal: b.store.Stats, StorageFailed: func() bool { return b.store.Failed() != nil }, DiskFull: b.store.DiskFull,
+		Disk: b.disk, Serving: func() int { return len(b.replicas.Serving()) }, Topics: b.topics, Ready: b.ready.Load,
+	})
+}
+
+func (b *Broker) topics() (n int) {
+	for _, v := range b.cp.Status().Vnodes {
+		n += v.Topics
+	}
+	return n
+}
+
+func (b *Broker) disk() (free, total uint64) {
+	free, total, err := b.fs.Space(".")
+	if err != nil {
+		b.log.Warn("cannot tell the free space", "error", err)
+	}
+	return free, total
+}
+
+// local answers for this broker what the admin service asks.
+type local struct{ b *Broker }
+
+func (l local) Committed(id storage.SegmentID) (storage.End, error) {
+	return l.b.replicas.Committed(id)
+}
+func (l local) Blocked(id storage.RangeID) string { return l.b.coord.Blocked(id) }
+
+func (l local) State() (state string, free, total uint64) {
+	free, total = l.b.disk()
+	switch {
+	case l.b.store.Failed() != nil:
+		state = "storage_failed"
+	case l.b.store.DiskFull():
+		state = "disk_full"
+	default:
+		state = "serving"
+	}
+	return state, free, total
+}
+
+// ID is this broker's id.
+func (b *Broker) ID() storage.BrokerID { return b.self }
+
+// APIAddr and OpsAddr are the listeners' addresses.
+func (b *Broker) APIAddr() string { return b.api.Addr().String() }
+
+// OpsAddr is the address of the operations port.
+func (b *Broker) OpsAddr() string { return b.ops.Addr().String() }
+
+// close releases what Open has taken, in reverse order.
+func (b *Broker) close() error {
+	var errs []error
+	if b.cp != nil {
+		errs = append(errs, b.cp.Close())
+	}
+	if b.store != nil {
+		errs = append(errs, b.store.Close())
+	}
+	if b.dir != nil {
+		errs = append(errs, b.dir.Close())
+	}
+	if b.fs != nil {
+		errs = append(errs, b.fs.Close())
+	}
+	for _, l := range []net.Listener{b.api, b.ops} {
+		if l != nil {
+			if err := l.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
+				errs = append(errs, err)
+			}
+		}
+	}
+	return errors.Join(errs...)
+}

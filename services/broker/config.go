@@ -1,0 +1,94 @@
+package broker
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"time"
+
+	"github.com/malachilog/malachi/storage"
+)
+
+// Config is a broker's settings. Zero values stand for the defaults.
+type Config struct {
+	// Data is the data directory. Required. It is made if missing.
+	Data string
+	// RaftDir is where metadata's Raft log lives. Default: "raft" in Data.
+	RaftDir string
+	// API, Ops and Raft are host:port of the listeners; port 0 takes a free one. Defaults 127.0.0.1:4040, 127.0.0.1:4041, 127.0.0.1:4043.
+	API  string
+	Ops  string
+	Raft string
+	// Bootstrap lets an empty directory found a cluster of this one broker.
+	Bootstrap bool
+	// Vnodes is the number of metadata shards of a new cluster. Default 16.
+	Vnodes int
+	// ElectionTimeout of the Raft groups. Default 1 s.
+	ElectionTimeout time.Duration
+	// SegmentMaxBytes and SegmentMaxAge close a segment. Defaults 256 MiB and 1 h.
+	SegmentMaxBytes int64
+	SegmentMaxAge   time.Duration
+	// JournalFileBytes and JournalMaxBytes size the journal. Defaults 64 MiB and 1 GiB.
+	JournalFileBytes int64
+	JournalMaxBytes  int64
+	// DiskReserve is the free space in bytes below which appends are refused. Default: the smaller of 5 % and 2 GiB.
+	DiskReserve uint64
+	// DrainGrace is how long a stop waits for calls under way. Default 10 s.
+	DrainGrace time.Duration
+	// Version is what the broker calls itself.
+	Version string
+}
+
+func (c Config) withDefaults() Config {
+	def := func(p *string, v string) {
+		if *p == "" {
+			*p = v
+		}
+	}
+	def(&c.API, "127.0.0.1:4040")
+	def(&c.Ops, "127.0.0.1:4041")
+	def(&c.Raft, "127.0.0.1:4043")
+	def(&c.Version, "devel")
+	if c.ElectionTimeout == 0 {
+		c.ElectionTimeout = time.Second
+	}
+	if c.DrainGrace == 0 {
+		c.DrainGrace = 10 * time.Second
+	}
+	return c
+}
+
+// Validate reports every fault at once, each wrapping storage.ErrInvalid.
+func (c Config) Validate() error {
+	c = c.withDefaults()
+	var faults []error
+	fault := func(format string, args ...any) {
+		faults = append(faults, fmt.Errorf(format+": %w", append(args, storage.ErrInvalid)...))
+	}
+	if c.Data == "" {
+		fault("data: name a folder")
+	}
+	for _, a := range []struct{ name, addr string }{{"api", c.API}, {"ops", c.Ops}, {"raft", c.Raft}} {
+		host, _, err := net.SplitHostPort(a.addr)
+		if err != nil {
+			fault("%s %q: want host:port", a.name, a.addr)
+			continue
+		}
+		if ip := net.ParseIP(host); host != "" && host != "localhost" && (ip == nil || !ip.IsLoopback()) {
+			fault("%s %q: only loopback addresses are served until transport security is there", a.name, a.addr)
+		}
+		if host == "" {
+			fault("%s %q: name the host: an empty one would listen on every interface", a.name, a.addr)
+		}
+	}
+	if c.SegmentMaxBytes < 0 || c.SegmentMaxBytes > 0 && c.SegmentMaxBytes < 1<<20 {
+		fault("segment_max_bytes %d: want at least 1 MiB", c.SegmentMaxBytes)
+	}
+	if c.SegmentMaxAge < 0 || c.SegmentMaxAge > 0 && c.SegmentMaxAge < time.Second {
+		fault("segment_max_age %v: want at least 1s", c.SegmentMaxAge)
+	}
+	if c.JournalFileBytes != 0 && c.JournalFileBytes < 16<<20 {
+		fault("journal_file_bytes %d: want at least 16 MiB, so that the largest batch fits", c.JournalFileBytes)
+	}
+	return errors.Join(faults...)
+}

@@ -1,0 +1,5 @@
+//go:build !race
+
+package rangelog
+
+const raceEnabled = false
