@@ -88,7 +88,7 @@ var ErrPortInUse = errors.New("port in use")
 func listen(name, addr string) (net.Listener, error) {
 	l, err := net.Listen("tcp", addr)
 	if errors.Is(err, syscall.EADDRINUSE) {
-		return nil, fmt.Errorf("%s %s: %w: another process listens there; choose another with --%s", name, addr, ErrPortInUse, name)
+		return nil, fmt.Errorf("%s %s: %w: another process listens there; choose another address for %s", name, addr, ErrPortInUse, name)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("listen for %s: %w", name, err)
@@ -98,11 +98,11 @@ func listen(name, addr string) (net.Listener, error) {
 
 // openFolder locks the data directory, recovers the store and raises the boot.
 func (b *Broker) openFolder() (err error) {
-	if err := os.MkdirAll(b.cfg.Data, 0o755); err != nil {
-		return err
+	if err := os.MkdirAll(b.cfg.Data, 0o755); err != nil { // not a folder, or not ours to write
+		return fmt.Errorf("%w: %w", storage.ErrFolderRefused, err)
 	}
 	if b.fs, err = vfs.NewOS(b.cfg.Data); err != nil {
-		return err
+		return fmt.Errorf("%w: %w", storage.ErrFolderRefused, err)
 	}
 	if b.dir, err = datadir.Open(b.fs, rand.Reader); err != nil {
 		return err

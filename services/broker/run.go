@@ -130,7 +130,7 @@ func (b *Broker) opsHandler() http.Handler {
 	}
 	mux.Handle("GET /livez", answer(func() error { return nil })) // a failed disk or a lost quorum is no reason to be killed
 	mux.Handle("GET /startupz", answer(b.startedUp))
-	mux.Handle("GET /readyz", answer(b.readyToServe))
+	mux.Handle("GET /readyz", answer(b.Ready))
 	mux.Handle("GET /metrics", b.telemetry.Handler())
 	mux.HandleFunc("/debug/pprof/", pprof.Index)
 	mux.HandleFunc("/debug/pprof/cmdline", pprof.Cmdline)
@@ -147,7 +147,8 @@ func (b *Broker) startedUp() error {
 	return nil
 }
 
-func (b *Broker) readyToServe() error {
+// Ready is nil while the broker serves, and else says what it waits for: what /readyz answers. Safe for concurrent use, and before Run.
+func (b *Broker) Ready() error {
 	st := b.cp.Status()
 	switch {
 	case !b.ready.Load():

@@ -27,6 +27,8 @@ const (
 	maxWait        = time.Minute
 	// grace is what a fetch may take beyond its wait before it fails: it progresses or fails, it never hangs.
 	grace = 10 * time.Second
+	// blockedGrace is how long a fetch that finds nothing but a range between two segments waits for the next one, whatever its wait.
+	blockedGrace = 2 * time.Second
 	// lookAgain bounds how long a waiting fetch trusts its wake-ups.
 	lookAgain = time.Second
 
@@ -175,9 +177,10 @@ func (s *Service) page(ctx context.Context, t *metadata.Topic, f *frontier.Front
 	defer cancel()
 	waiting := time.NewTimer(r.wait)
 	defer waiting.Stop()
+	patient := false // a range is blocked, and its grace has begun
 	for {
 		// Watch before reading: what arrives in between wakes the wait.
-		w := s.watch(t, f, r.wait > 0)
+		w := s.watch(t, f, r.wait > 0 || patient)
 		b := newBuilder(r)
 		blocked, err := s.read(t, f, b)
 		if err != nil {
@@ -187,6 +190,12 @@ func (s *Service) page(ctx context.Context, t *metadata.Topic, f *frontier.Front
 		if !b.empty() {
 			w.cancel()
 			return s.finish(f, b)
+		}
+		if blocked != nil && !patient {
+			patient = true
+			waiting.Reset(max(r.wait, blockedGrace))
+			w.cancel()
+			continue
 		}
 		more, err := s.await(ctx, w, waiting)
 		w.cancel()
@@ -297,7 +306,7 @@ func (s *Service) atTail(t *metadata.Topic, f *frontier.Frontier) (tail, known b
 		end := r.SealedEnd
 		if r.Open != nil {
 			var err error
-			if end, err = s.deps.Replicas.Committed(r.Open.ID); err != nil {
+			if end, err = s.committed(r.Open); err != nil {
 				return false, false
 			}
 		}

@@ -84,6 +84,16 @@ func (s *Service) place(t *metadata.Topic, start *v1.StartPosition) (frontier.Fr
 	return f, nil
 }
 
+// committed is the committed end of an open segment. One that this broker has no replica of was recorded a moment ago and not opened yet:
+// nothing can have been acknowledged in it.
+func (s *Service) committed(seg *metadata.Segment) (storage.End, error) {
+	end, err := s.deps.Replicas.Committed(seg.ID)
+	if errors.Is(err, storage.ErrUnknownSegment) {
+		return storage.EndBefore(seg.Base), nil
+	}
+	return end, err
+}
+
 // latest is the end of everything acknowledged. It fails unless every range has answered.
 func (s *Service) latest(t *metadata.Topic) (frontier.Frontier, error) {
 	f := frontier.Frontier{Topic: t.UID}
@@ -91,7 +101,7 @@ func (s *Service) latest(t *metadata.Topic) (frontier.Frontier, error) {
 		end := r.SealedEnd
 		if r.Open != nil {
 			var err error
-			if end, err = s.deps.Replicas.Committed(r.Open.ID); err != nil {
+			if end, err = s.committed(r.Open); err != nil {
 				return f, s.blocked(r, err)
 			}
 		}
@@ -124,8 +134,13 @@ func (s *Service) seekRange(r *metadata.Range, p *frontier.Position, at storage.
 			continue // a seal's time is not before its last append
 		}
 		if seg.State == metadata.SegmentOpen {
-			if _, err := s.deps.Replicas.Committed(seg.ID); err != nil {
+			end, err := s.committed(seg)
+			if err != nil {
 				return err
+			}
+			if end == storage.EndBefore(seg.Base) {
+				p.Offset = seg.Base
+				return nil
 			}
 		}
 		o, err := s.deps.Replicas.OffsetAt(seg.ID, at)
@@ -223,7 +238,7 @@ func (s *Service) readPosition(t *metadata.Topic, p *frontier.Position, b *build
 		open := seg.State == metadata.SegmentOpen
 		limit := seg.End
 		if open {
-			committed, err := s.deps.Replicas.Committed(seg.ID)
+			committed, err := s.committed(seg)
 			if err != nil {
 				return s.blocked(r, err)
 			}
@@ -235,8 +250,8 @@ func (s *Service) readPosition(t *metadata.Topic, p *frontier.Position, b *build
 		if err != nil {
 			return s.blocked(r, fmt.Errorf("fetch from topic %s: %w", t.Name, err))
 		}
-		if len(got) == 0 {
-			return nil // committed, but not in the file yet: the follower will wake us
+		if len(got) == 0 { // committed, but not in the file yet: the follower wakes us in a moment
+			return &rpc.Error{Reason: v1.Reason_RANGE_BLOCKED, Text: fmt.Sprintf("range %s: committed records are not readable yet", r.ID), Retry: lookAgain / 10}
 		}
 		for _, e := range got {
 			if b.full() {

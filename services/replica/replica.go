@@ -234,11 +234,17 @@ func (p *primary) settle(self storage.BrokerID, end storage.End, size int64, err
 	}
 }
 
-// Committed returns the committed end of a segment that is served here, or storage.ErrStaleRoute.
+// Committed returns the committed end of a segment that is served here. Errors: storage.ErrUnknownSegment if this broker has no replica of it
+// (recorded, but not opened here yet), else storage.ErrStaleRoute.
 func (s *Service) Committed(id storage.SegmentID) (storage.End, error) {
 	p, err := s.serving(id)
 	if err != nil {
-		return 0, err
+		if _, known := s.deps.Store.Info(id); errors.Is(known, storage.ErrUnknownSegment) {
+			return 0, known
+		}
+		if p = s.primary(id); p == nil { // it may have been opened between the two looks
+			return 0, err
+		}
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
