@@ -169,6 +169,9 @@ func (b *Broker) openControlPlane(ctx context.Context) error {
 	b.cp, err = controlplane.Open(ctx, controlplane.Config{
 		Dir: raft, RaftAddress: b.cfg.Raft, Vnodes: b.cfg.Vnodes, ElectionTimeout: b.cfg.ElectionTimeout,
 	}, controlplane.Identity{Cluster: cluster, Broker: b.self, Founding: m.Founding}, controlplane.Deps{Logger: b.log})
+	if errors.Is(err, syscall.EADDRINUSE) {
+		return fmt.Errorf("raft %s: %w: another process listens there; choose another address for raft", b.cfg.Raft, ErrPortInUse)
+	}
 	if err != nil {
 		return err
 	}
@@ -185,7 +188,7 @@ func (b *Broker) compose() (err error) {
 	if b.telemetry, err = telemetry.New(); err != nil {
 		return err
 	}
-	b.replicas = replica.New(replica.Config{Self: b.self, Boot: b.boot}, replica.Deps{Store: b.store, Logger: b.log})
+	b.replicas = replica.New(replica.Config{Self: b.self, Boot: b.boot, SegmentMaxBytes: b.cfg.SegmentMaxBytes}, replica.Deps{Store: b.store, Logger: b.log})
 	b.coord = coordinator.New(coordinator.Config{
 		Self: b.self, Boot: b.boot, SegmentMaxBytes: b.cfg.SegmentMaxBytes, SegmentMaxAge: b.cfg.SegmentMaxAge,
 	}, coordinator.Deps{

@@ -4,8 +4,11 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"strconv"
 	"time"
 
+	"github.com/malachilog/malachi/services/controlplane/root"
+	"github.com/malachilog/malachi/services/coordinator"
 	"github.com/malachilog/malachi/storage"
 )
 
@@ -49,6 +52,9 @@ func (c Config) withDefaults() Config {
 	def(&c.Ops, "127.0.0.1:4041")
 	def(&c.Raft, "127.0.0.1:4043")
 	def(&c.Version, "devel")
+	if c.SegmentMaxBytes == 0 {
+		c.SegmentMaxBytes = coordinator.DefaultSegmentMaxBytes
+	}
 	if c.ElectionTimeout == 0 {
 		c.ElectionTimeout = time.Second
 	}
@@ -68,8 +74,9 @@ func (c Config) Validate() error {
 	if c.Data == "" {
 		fault("data: name a folder")
 	}
+	ports := map[string]string{}
 	for _, a := range []struct{ name, addr string }{{"api", c.API}, {"ops", c.Ops}, {"raft", c.Raft}} {
-		host, _, err := net.SplitHostPort(a.addr)
+		host, port, err := net.SplitHostPort(a.addr)
 		if err != nil {
 			fault("%s %q: want host:port", a.name, a.addr)
 			continue
@@ -80,6 +87,21 @@ func (c Config) Validate() error {
 		if host == "" {
 			fault("%s %q: name the host: an empty one would listen on every interface", a.name, a.addr)
 		}
+		if n, err := strconv.ParseUint(port, 10, 16); err != nil {
+			fault("%s %q: want a port from 0 to 65535", a.name, a.addr)
+		} else if other := ports[port]; n > 0 && other != "" {
+			fault("%s %q: %s has this port already", a.name, a.addr, other)
+		}
+		ports[port] = a.name
+	}
+	if c.Vnodes < 0 || c.Vnodes > root.MaxVnodes {
+		fault("vnodes %d: want 1 to %d", c.Vnodes, root.MaxVnodes)
+	}
+	if c.ElectionTimeout < 100*time.Millisecond || c.ElectionTimeout > time.Minute {
+		fault("election_timeout %v: want 100ms to 1m", c.ElectionTimeout)
+	}
+	if c.DrainGrace < 0 {
+		fault("drain_grace %v is negative", c.DrainGrace)
 	}
 	if c.SegmentMaxBytes < 0 || c.SegmentMaxBytes > 0 && c.SegmentMaxBytes < 1<<20 {
 		fault("segment_max_bytes %d: want at least 1 MiB", c.SegmentMaxBytes)
@@ -87,8 +109,18 @@ func (c Config) Validate() error {
 	if c.SegmentMaxAge < 0 || c.SegmentMaxAge > 0 && c.SegmentMaxAge < time.Second {
 		fault("segment_max_age %v: want at least 1s", c.SegmentMaxAge)
 	}
-	if c.JournalFileBytes != 0 && c.JournalFileBytes < 16<<20 {
-		fault("journal_file_bytes %d: want at least 16 MiB, so that the largest batch fits", c.JournalFileBytes)
+	file, all := c.JournalFileBytes, c.JournalMaxBytes
+	if file == 0 {
+		file = 64 << 20
+	}
+	if all == 0 {
+		all = 1 << 30
+	}
+	if file < 16<<20 || file > 1<<30 || file%4096 != 0 {
+		fault("journal_file_bytes %d: want 16 MiB, so that the largest batch fits, to 1 GiB, in whole blocks of 4 KiB", file)
+	}
+	if all/4 < file {
+		fault("journal_max_bytes %d: want at least four files of %d (journal_file_bytes)", all, file)
 	}
 	return errors.Join(faults...)
 }

@@ -41,9 +41,12 @@ type Config struct {
 	Workers int
 }
 
+// DefaultSegmentMaxBytes is the size at which a segment is closed if nothing else is said.
+const DefaultSegmentMaxBytes = 256 << 20
+
 func (c *Config) setDefaults() {
 	if c.SegmentMaxBytes == 0 {
-		c.SegmentMaxBytes = 256 << 20
+		c.SegmentMaxBytes = DefaultSegmentMaxBytes
 	}
 	if c.SegmentMaxAge == 0 {
 		c.SegmentMaxAge = time.Hour
@@ -83,6 +86,7 @@ type Replicas interface {
 // Local is what only the own broker's replicas are asked for.
 type Local interface {
 	Serving() []replica.Load
+	Full() <-chan struct{}
 }
 
 // Store lists what lies on this broker's disk.
@@ -240,6 +244,7 @@ func (c *Coordinator) rollLoop(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case <-tick.C:
+		case <-c.deps.Local.Full():
 		}
 		now := c.deps.Now()
 		for _, l := range c.deps.Local.Serving() {

@@ -7,6 +7,7 @@ import (
 
 	"connectrpc.com/connect/v2"
 
+	"github.com/malachilog/malachi/e2e/inv/mutate"
 	v1 "github.com/malachilog/malachi/gen/go/malachi/v1"
 	"github.com/malachilog/malachi/services/controlplane/metadata"
 	"github.com/malachilog/malachi/services/rpc"
@@ -196,14 +197,16 @@ func (s *Service) read(t *metadata.Topic, f *frontier.Frontier, b *builder) (blo
 		i := (first + k) % n
 		before := b.records
 		err := s.readPosition(t, &f.Positions[i], b)
-		if b.records > before {
+		if b.records > before && !mutate.On("fetch.no-rotation") {
 			f.Rotation = uint32((i + 1) % n)
 		}
 		var gap *rpc.Error
 		switch {
 		case err == nil:
 		case errors.As(err, &gap) && gap.Reason == v1.Reason_RANGE_BLOCKED:
-			blocked = err
+			if !mutate.On("fetch.blocked-is-empty") {
+				blocked = err
+			}
 		case b.empty():
 			return nil, err
 		default:
@@ -245,6 +248,9 @@ func (s *Service) readPosition(t *metadata.Topic, p *frontier.Position, b *build
 			if limit = committed; !limit.Holds(p.Offset) {
 				return s.beyond(t, r, p, limit)
 			}
+		}
+		if mutate.On("fetch.read-uncommitted") {
+			limit = storage.End(storage.MaxOffset)
 		}
 		got, err := s.deps.Replicas.Read(seg.ID, open, p.Offset, limit, b.req.bytes-b.bytes, nil)
 		if err != nil {

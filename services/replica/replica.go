@@ -29,6 +29,8 @@ type Config struct {
 	Boot storage.Boot
 	// MaxInflight bounds the bytes of one segment that are appended and not yet committed. Default 64 MiB.
 	MaxInflight int64
+	// SegmentMaxBytes is when a segment asks to be closed; at twice that it takes no more. 0: never.
+	SegmentMaxBytes int64
 	// DrainGrace is how long a drain may settle what is in flight. Default 1 s.
 	DrainGrace time.Duration
 }
@@ -45,6 +47,7 @@ type Deps struct {
 type Service struct {
 	cfg  Config
 	deps Deps
+	full chan struct{}
 
 	mu        sync.RWMutex
 	primaries map[storage.SegmentID]*primary
@@ -79,7 +82,7 @@ func New(cfg Config, deps Deps) *Service {
 	if deps.Now == nil {
 		deps.Now = time.Now
 	}
-	return &Service{cfg: cfg, deps: deps, primaries: map[storage.SegmentID]*primary{}}
+	return &Service{cfg: cfg, deps: deps, full: make(chan struct{}, 1), primaries: map[storage.SegmentID]*primary{}}
 }
 
 // Open is an order of the coordinator to open a replica.
@@ -180,6 +183,9 @@ func (s *Service) Append(id storage.SegmentID, b []byte, done func(Appended, err
 	if now.Before(p.drained) {
 		return fmt.Errorf("segment %s is being closed: %w", id, storage.ErrFenced)
 	}
+	if most := s.cfg.SegmentMaxBytes; most > 0 && p.bytes >= 2*most {
+		return fmt.Errorf("segment %s has twice its size and waits to be closed: %w", id, storage.ErrFenced)
+	}
 	if p.inflight > 0 && p.inflight+int64(len(b)) > s.cfg.MaxInflight {
 		return fmt.Errorf("segment %s has %d bytes in flight: %w", id, p.inflight, storage.ErrOverloaded)
 	}
@@ -215,6 +221,12 @@ func (s *Service) Append(id storage.SegmentID, b []byte, done func(Appended, err
 	}
 	p.last = at
 	p.bytes += size
+	if most := s.cfg.SegmentMaxBytes; most > 0 && p.bytes >= most && p.bytes-size < most {
+		select {
+		case s.full <- struct{}{}:
+		default:
+		}
+	}
 	p.inflight += size
 	return nil
 }
@@ -259,6 +271,9 @@ type Load struct {
 	Opened  time.Time
 	Empty   bool
 }
+
+// Full has a token when some segment has reached its size since the last look.
+func (s *Service) Full() <-chan struct{} { return s.full }
 
 // Serving lists the segments that are served here.
 func (s *Service) Serving() []Load {

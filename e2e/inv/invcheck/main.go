@@ -42,6 +42,9 @@ func main() {
 }
 
 func run(write bool, only string) error {
+	if only != "" {
+		return mutate(only)
+	}
 	tests, err := covered(".")
 	if err != nil {
 		return err
