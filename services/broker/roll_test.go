@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -26,6 +27,18 @@ func config(folder string) broker.Config {
 	}
 }
 
+// apiURL is where a client's broker listens.
+func apiURL(t *testing.T, c *client.Client) string {
+	t.Helper()
+	u, ok := urls.Load(c)
+	if !ok {
+		t.Fatal("a client of no broker")
+	}
+	return u.(string)
+}
+
+var urls sync.Map // *client.Client -> URL
+
 // serve runs a broker and returns a client of it; stop drains both.
 func serve(t *testing.T, cfg broker.Config) (c *client.Client, stop func()) {
 	t.Helper()
@@ -40,6 +53,7 @@ func serve(t *testing.T, cfg broker.Config) (c *client.Client, stop func()) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	urls.Store(c, "http://"+b.APIAddr())
 	return c, func() {
 		if err := c.Close(ctx); err != nil {
 			t.Error(err)
