@@ -336,7 +336,11 @@ func (s *Store) Checkpoint(done func(error)) (bool, error) {
 		s.checkpointing.Store(false)
 		return false, nil
 	}
-	if err := s.syncGiven(work); err != nil {
+	err := s.syncGiven(work)
+	if err != nil && mutate.On("rangelog.retry-failed-sync") {
+		err = s.syncGiven(work)
+	}
+	if err != nil {
 		s.checkpointing.Store(false)
 		s.fail(err)
 		return false, fmt.Errorf("checkpoint: %w: %w", storage.ErrStorageFailed, err)
@@ -347,7 +351,7 @@ func (s *Store) Checkpoint(done func(error)) (bool, error) {
 	if mutate.On("rangelog.replay-from-entry") {
 		note.From = s.j.Stats().LastGroup + 1 // what the sync did not cover is skipped
 	}
-	err := s.j.Checkpoint(note, func(err error) {
+	err = s.j.Checkpoint(note, func(err error) {
 		s.checkpointing.Store(false)
 		if done != nil {
 			done(err)

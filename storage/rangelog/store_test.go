@@ -184,3 +184,5 @@ func TestAppendRestartSealRead(t *testing.T) {
 		})
 	}
 }
+
+var discard = slog.New(slog.DiscardHandler)
