@@ -188,7 +188,7 @@ func (j *Journal) Append(e Entry) error {
 		g = j.newGroup()
 		j.queue = append(j.queue, g)
 	}
-	g.add(e, need)
+	g.add(e, need, roundUp(j.cfg.GroupBytes))
 	j.pending += int64(len(e.Data))
 	if !j.writing {
 		j.signal(j.wake)
@@ -257,9 +257,10 @@ func (j *Journal) newGroup() *group {
 	return &group{buf: vfs.AlignedBuffer(64 << 10), n: groupHeaderSize}
 }
 
-func (g *group) add(e Entry, need int) {
+// add copies the entry in. The buffer doubles up to limit, so that it is worth keeping; only one larger entry takes it beyond.
+func (g *group) add(e Entry, need, limit int) {
 	if end := roundUp(g.n + need); end > len(g.buf) {
-		grown := vfs.AlignedBuffer(max(end, min(2*len(g.buf), maxGroupBytes)))
+		grown := vfs.AlignedBuffer(max(end, min(2*len(g.buf), limit)))
 		copy(grown, g.buf[:g.n])
 		g.buf = grown
 	}
@@ -281,8 +282,10 @@ func (j *Journal) signal(c chan struct{}) {
 // the storage failure, if there was one.
 func (j *Journal) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
-	wg.Go(func() { j.prepare(ctx) })
 	defer wg.Wait()
+	prepareCtx, stopPreparing := context.WithCancel(ctx)
+	defer stopPreparing()
+	wg.Go(func() { j.prepare(prepareCtx) })
 	idle := time.NewTimer(j.cfg.IdleClose)
 	defer idle.Stop()
 	for {

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"hash/maphash"
 	"io"
 	"log/slog"
 	"maps"
@@ -412,7 +411,6 @@ type crasher struct {
 	failed  int
 	every   int // look only at each nth operation and set: 1 is all
 	ops     int
-	seed    maphash.Seed
 	classes map[string]int
 }
 
@@ -461,7 +459,7 @@ func (k *crasher) crash(op memfs.Op, class string, clone *memfs.FS) {
 	}
 	k.states++
 	k.classes[class]++
-	deep := k.states%67 == 0
+	deep := k.states%397 == 0
 	var image *memfs.FS
 	if deep {
 		image = clone.CrashClone(nil)

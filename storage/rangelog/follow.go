@@ -21,6 +21,8 @@ const (
 	// writebackStep is how much a file is given before the system is asked to start writing it out, so that a checkpoint's sync finds
 	// little left to do.
 	writebackStep = 4 << 20
+	// joinBytes is up to how much the follower copies together to save writes.
+	joinBytes = 256 << 10
 	// syncEach is up to how many dirty files a checkpoint syncs one by one; above it syncs the whole file system with one call.
 	syncEach = 64
 )
@@ -95,7 +97,7 @@ func (s *Store) FollowGroup() (bool, error) {
 	return true, nil
 }
 
-// give writes one group's appends to their files. Appends to one file become one write.
+// give writes one group's appends to their files. Small appends to one file become one write.
 func (s *Store) give(g journal.Group) error {
 	s.giveMu.Lock()
 	defer s.giveMu.Unlock()
@@ -140,24 +142,33 @@ func (s *Store) give(g journal.Group) error {
 	return nil
 }
 
-// giveBatches writes consecutive batches of one replica with one write and shows them to readers.
+// giveBatches writes consecutive batches of one replica and shows them to readers. Small ones become one write, large ones are not copied.
 func (r *replica) giveBatches(entries []journal.Entry) error {
-	if len(entries) == 0 {
-		return nil
-	}
-	data := entries[0].Data
-	if len(entries) > 1 {
-		n := 0
-		for _, e := range entries {
-			n += len(e.Data)
+	for len(entries) > 0 {
+		n, size := 1, len(entries[0].Data)
+		for n < len(entries) && size+len(entries[n].Data) <= joinBytes {
+			size += len(entries[n].Data)
+			n++
 		}
-		data = make([]byte, 0, n)
-		for _, e := range entries {
-			data = append(data, e.Data...)
+		data := entries[0].Data
+		if n > 1 {
+			data = make([]byte, 0, size)
+			for _, e := range entries[:n] {
+				data = append(data, e.Data...)
+			}
 		}
+		if err := r.giveBytes(data); err != nil {
+			return err
+		}
+		entries = entries[n:]
 	}
+	return nil
+}
+
+// giveBytes writes whole batches at the end of what was given.
+func (r *replica) giveBytes(data []byte) error {
 	r.mu.Lock()
-	pos, damaged := r.tally.Pos, r.damaged // only the follower moves it
+	pos, damaged := r.tally.Pos, r.damaged // only the follower moves the tally
 	r.mu.Unlock()
 	if damaged != nil {
 		return nil // a cut that could not be carried out came before: the file is kept as it is
@@ -230,11 +241,14 @@ func (s *Store) giveCut(r *replica, end storage.End) error {
 		s.damage(r, fmt.Errorf("cut to %d: %w", end, err))
 		err = nil
 	}
+	if err != nil {
+		return err
+	}
 	r.mu.Lock()
 	r.cutTo = nil
 	r.wake()
 	r.mu.Unlock()
-	return err
+	return nil
 }
 
 // damage records known damage of a replica.

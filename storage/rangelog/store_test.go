@@ -3,8 +3,10 @@ package rangelog
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"log/slog"
+	"runtime"
 	"testing"
 
 	"github.com/malachilog/malachi/storage"
@@ -90,11 +92,19 @@ func create(t testing.TB, s *Store, id storage.SegmentID, base storage.Offset) {
 	}
 }
 
+// appendBatch appends and waits. It tries again while the journal is at a bound: the test may outrun the preparer and the checkpointer.
 func appendBatch(t testing.TB, s *Store, id storage.SegmentID, base storage.Offset, n int) {
 	t.Helper()
 	h, b := testBatch(t, base, n, 100)
-	if err := s.await(t.Context(), func(done func(error)) error { return s.Append(id, h, b, done) }); err != nil {
-		t.Fatal(err)
+	for {
+		err := s.await(t.Context(), func(done func(error)) error { return s.Append(id, h, b, done) })
+		if err == nil {
+			return
+		}
+		if !errors.Is(err, storage.ErrOverloaded) {
+			t.Fatal(err)
+		}
+		runtime.Gosched()
 	}
 }
 
