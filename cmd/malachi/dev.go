@@ -2,11 +2,8 @@ package main
 
 import (
 	"context"
-	"encoding/json"
-	"fmt"
-	"log/slog"
 	"os"
-	"path/filepath"
+	"os/exec"
 	"strings"
 	"time"
 
@@ -25,15 +22,16 @@ func newDev(std streams) *cobra.Command {
 		Use:   "dev",
 		Short: "Run one broker with everything embedded, for development",
 		Long: "Run one broker with everything embedded, on loopback. Records are as durable as in production: only the sizes are small\n" +
-			"(replication factor 1, 4 metadata shards).",
-		Args: noArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return dev(cmd.Context(), f, std) },
+			"(replication factor 1, 4 metadata shards). Ctrl-C stops it.",
+		Example: "  malachi dev\n  malachi dev --data /tmp/malachi --api :0 --ops :0 --ready-file /tmp/malachi.json",
+		Args:    noArgs,
+		RunE:    func(cmd *cobra.Command, _ []string) error { return dev(cmd.Context(), f, std) },
 	}
 	fl := cmd.Flags()
 	fl.StringVar(&f.data, "data", "malachi-data", "data folder; made if missing")
 	fl.StringVar(&f.api, "api", "127.0.0.1:4040", "address of the public API; port 0 takes a free one")
 	fl.StringVar(&f.ops, "ops", "127.0.0.1:4041", "address of the operations port; port 0 takes a free one")
-	fl.StringVar(&f.readyFile, "ready-file", "", "write where the broker listens to this file once it is ready")
+	fl.StringVar(&f.readyFile, "ready-file", "", "write where the broker listens to this `FILE` once it serves")
 	fl.StringVar(&f.logLevel, "log-level", "info", "debug, info, warn or error")
 	return cmd
 }
@@ -46,108 +44,74 @@ func loopback(addr string) string {
 	return addr
 }
 
-func newLogger(std streams, level string) (*slog.Logger, error) {
-	var l slog.Level
-	if err := l.UnmarshalText([]byte(level)); err != nil {
-		return nil, usage("--log-level %q: want debug, info, warn or error", level)
-	}
-	return slog.New(slog.NewTextHandler(std.err, &slog.HandlerOptions{Level: l})), nil
-}
-
 func dev(ctx context.Context, f devFlags, std streams) error {
-	log, err := newLogger(std, f.logLevel)
+	level, err := parseLevel(f.logLevel)
 	if err != nil {
 		return err
 	}
-	b, err := broker.Open(ctx, broker.Config{
-		Data: f.data, API: loopback(f.api), Ops: loopback(f.ops), Raft: "127.0.0.1:0", Bootstrap: true, Vnodes: 4,
-		ElectionTimeout: 200 * time.Millisecond, DiskReserve: 64 << 20, Version: version,
-	}, log)
+	if f.data == "" {
+		return usage("--data is empty: name a folder")
+	}
+	return launch{
+		cfg: broker.Config{
+			Data: f.data, API: loopback(f.api), Ops: loopback(f.ops), Raft: "127.0.0.1:0", Bootstrap: true, Vnodes: 4,
+			ElectionTimeout: 200 * time.Millisecond, DiskReserve: 64 << 20, Version: version,
+		},
+		level: level, readyFile: f.readyFile,
+		restart: func(b *broker.Broker) string { return f.restart(b) },
+		greet:   func(b *broker.Broker) { greet(b, f.data, std) },
+	}.run(ctx, std)
+}
+
+// restart starts this broker again, from any folder, on the same data and ports.
+func (f devFlags) restart(b *broker.Broker) string {
+	words := []string{self(), "dev", "--data", absolute(f.data), "--api", b.APIAddr(), "--ops", b.OpsAddr()}
+	if f.readyFile != "" {
+		words = append(words, "--ready-file", absolute(f.readyFile))
+	}
+	if f.logLevel != "info" {
+		words = append(words, "--log-level", f.logLevel)
+	}
+	return quoteArgs(words...)
+}
+
+// command is how a person calls this program: by its name if that finds it, else by its path.
+func command() string {
+	path := self()
+	found, err := exec.LookPath("malachi")
 	if err != nil {
-		return err
+		return quoteArg(path)
 	}
-	return serveBroker(ctx, b, f.data, f.readyFile, restartCommand(f, b), std)
+	a, err1 := os.Stat(path)
+	b, err2 := os.Stat(found)
+	if err1 == nil && err2 == nil && os.SameFile(a, b) {
+		return "malachi"
+	}
+	return quoteArg(path)
 }
 
-// restartCommand starts this broker again on the same folder and ports.
-func restartCommand(f devFlags, b *broker.Broker) string {
-	self, err := os.Executable()
-	if err != nil {
-		self = "malachi"
-	}
-	return fmt.Sprintf("%s dev --data %s --api %s --ops %s", quoteArg(self), quoteArg(f.data), b.APIAddr(), b.OpsAddr())
-}
-
-// quoteArg quotes a word for a POSIX shell where that is needed.
-func quoteArg(s string) string {
-	if s != "" && strings.Trim(s, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./:=@%+,") == "" {
-		return s
-	}
-	return "'" + strings.ReplaceAll(s, "'", `'\''`) + "'"
-}
-
-func serveBroker(ctx context.Context, b *broker.Broker, data, readyFile, restart string, std streams) error {
-	done := make(chan error, 1)
-	go func() { done <- b.Run(ctx) }()
-	if err := announce(b, data, readyFile, restart, std); err != nil {
-		return err
-	}
-	return <-done
-}
-
-// readyNode is one node of the ready file.
-type readyNode struct {
-	ID      string `json:"id"`
-	PID     int    `json:"pid"`
-	Data    string `json:"data"`
-	API     string `json:"api"`
-	Ops     string `json:"ops"`
-	Restart string `json:"restart"`
-}
-
-func announce(b *broker.Broker, data, readyFile, restart string, std streams) error {
-	abs, err := filepath.Abs(data)
-	if err != nil {
-		return err
-	}
+// greet prints commands that work when pasted into a shell of this machine.
+func greet(b *broker.Broker, data string, std streams) {
 	api, ops := "http://"+b.APIAddr(), "http://"+b.OpsAddr()
-	fmt.Fprintf(std.err, `
+	m := command()
+	if api != defaultServer || os.Getenv("MALACHI_SERVER") != "" {
+		m += " --server " + api
+	}
+	const post = " -H 'Content-Type: application/json' -d "
+	say(std.err, `
 Malachi %s is ready. Data is in %s.
-
-  malachi --server %s topic create orders --ranges 4
-  echo hello | malachi --server %s produce orders
-  malachi --server %s consume orders --from earliest --exit-at-end
-
-  curl -sS %s/malachi.v1.AdminService/CreateTopic -H 'Content-Type: application/json' -d '{"name":"events"}'
-  curl -sS %s/malachi.v1.ProduceService/Produce -H 'Content-Type: application/json' \
-    -d '{"topic":"events","records":[{"key":{"text":"u1"},"value":{"json":{"a":1}}}]}'
-  curl -sS %s/malachi.v1.FetchService/Fetch -H 'Content-Type: application/json' -d '{"topic":"events","encoding":"TEXT"}'
-
-Operations: %s/readyz %s/metrics. Stop with Ctrl-C.
-`, version, abs, api, api, api, api, api, api, ops, ops)
-	if readyFile == "" {
-		return nil
+`, version, absolute(data))
+	for _, line := range []string{
+		m + " topic create orders --ranges 4",
+		"echo hello | " + m + " produce orders",
+		m + " consume orders --exit-at-end",
+		"",
+		"curl -sS " + api + "/malachi.v1.AdminService/CreateTopic" + post + `'{"name":"events"}'`,
+		"curl -sS " + api + "/malachi.v1.ProduceService/Produce" + post +
+			`'{"topic":"events","records":[{"key":{"text":"u1"},"value":{"json":{"a":1}}}]}'`,
+		"curl -sS " + api + "/malachi.v1.FetchService/Fetch" + post + `'{"topic":"events","encoding":"TEXT"}'`,
+	} {
+		say(std.err, "%s", strings.TrimRight("  "+line, " "))
 	}
-	body, err := json.Marshal(map[string]any{"nodes": []readyNode{{
-		ID: b.ID().String(), PID: os.Getpid(), Data: abs, API: api, Ops: ops, Restart: restart,
-	}}})
-	if err != nil {
-		return err
-	}
-	temp := readyFile + ".tmp"
-	if err := os.WriteFile(temp, append(body, '\n'), 0o644); err != nil {
-		return fmt.Errorf("write ready file: %w", err)
-	}
-	if err := os.Rename(temp, readyFile); err != nil {
-		return fmt.Errorf("write ready file: %w", err)
-	}
-	return nil
-}
-
-// noArgs refuses words that a command does not take.
-func noArgs(_ *cobra.Command, args []string) error {
-	if len(args) > 0 {
-		return usage("%q is not expected here", args[0])
-	}
-	return nil
+	say(std.err, "\nOperations: %s/readyz %s/metrics. Stop with Ctrl-C.", ops, ops)
 }

@@ -73,6 +73,13 @@ func Open(ctx context.Context, cfg Config, log *slog.Logger) (_ *Broker, err err
 	if b.ops, err = listen("ops", b.cfg.Ops); err != nil {
 		return nil, err
 	}
+	raft, err := listen("raft", b.cfg.Raft) // the library listens for itself, later; this is only to find out
+	if err != nil {
+		return nil, err
+	}
+	if err := raft.Close(); err != nil {
+		return nil, fmt.Errorf("listen for raft: %w", err)
+	}
 	if err := b.openFolder(); err != nil {
 		return nil, fmt.Errorf("data folder %s: %w", b.cfg.Data, err)
 	}
