@@ -384,7 +384,7 @@ func FuzzGroup(f *testing.F) {
 			return
 		}
 		seen := 0
-		err := g.each(func(k Kind, _ storage.SegmentID, data []byte) error { seen += entryHeaderSize + len(data); return nil })
+		err := g.each(func(_ Kind, _ storage.SegmentID, data []byte) error { seen += entryHeaderSize + len(data); return nil })
 		if seen > len(b) || err != nil && !errors.Is(err, storage.ErrCorrupt) {
 			t.Errorf("%d bytes of entries, %v", seen, err)
 		}

@@ -328,7 +328,7 @@ func (s *Store) checkpointLoop(ctx context.Context, due <-chan struct{}) {
 			continue
 		}
 		select {
-		case <-done:
+		case <-done: //nolint:errcheck // a failure is final: Run returns it
 		case <-ctx.Done():
 			return
 		}
