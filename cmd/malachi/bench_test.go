@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/http/httputil"
@@ -54,6 +55,20 @@ func TestBenchWithAnErrorExitsWith8(t *testing.T) {
 		if code != exitCheck || !strings.Contains(out, "FAILED") || strings.Contains(out, "records/s, ") || strings.Contains(out, "PerSecond") {
 			t.Errorf("exit %d, stdout %s, stderr %s", code, out, diag)
 		}
+	}
+}
+
+func TestBenchWithoutABrokerIsUnavailable(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr := l.Addr().String()
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if code, out, diag := runBenchLine(t, "--server", addr, "--no-floor"); code != exitUnavailable || out != "" {
+		t.Errorf("exit %d, stdout %s, stderr %s", code, out, diag)
 	}
 }
 

@@ -15,6 +15,7 @@ import (
 	"github.com/knadh/koanf/providers/file"
 	"github.com/knadh/koanf/v2"
 
+	"github.com/malachilog/malachi/e2e/inv/mutate"
 	"github.com/malachilog/malachi/services/broker"
 	"github.com/malachilog/malachi/storage"
 )
@@ -153,7 +154,7 @@ func loadConfig(path string, environ []string) (serverConfig, error) {
 	var bad faults
 	names := keyNames()
 	for _, key := range k.Keys() {
-		if !slices.Contains(names, key) {
+		if !slices.Contains(names, key) && !mutate.On("config.ignore-unknown-key") {
 			bad.add("%s: no such key%s", strings.ReplaceAll(key, "\x00", "."), didYouMean(key, names, "the keys are "+strings.Join(names, ", ")))
 		}
 	}

@@ -71,7 +71,7 @@ func (s *Service) CreateTopic(ctx context.Context, req *v1.CreateTopicRequest) (
 		DeletionProtection: req.GetDeletionProtection(), Nonce: nonceOf(req.GetNonce()),
 	})
 	if err != nil {
-		return nil, fmt.Errorf("create topic %s: %w", req.GetName(), err)
+		return nil, err
 	}
 	return &v1.CreateTopicResponse{Topic: topic(t)}, nil
 }
@@ -144,7 +144,7 @@ func (s *Service) find(ctx context.Context, name string) (*metadata.Topic, error
 	}
 	t, err := s.deps.ControlPlane.Topic(ctx, name)
 	if err != nil {
-		return nil, fmt.Errorf("topic %s: %w", name, err)
+		return nil, err
 	}
 	return t, nil
 }
@@ -196,7 +196,7 @@ func (s *Service) UpdateTopic(ctx context.Context, req *v1.UpdateTopicRequest) (
 	}
 	t, err := s.deps.ControlPlane.UpdateTopic(ctx, u)
 	if err != nil {
-		return nil, fmt.Errorf("update topic %s: %w", req.GetName(), err)
+		return nil, err
 	}
 	return &v1.UpdateTopicResponse{Topic: topic(t)}, nil
 }
@@ -215,7 +215,7 @@ func (s *Service) DeleteTopic(ctx context.Context, req *v1.DeleteTopicRequest) (
 		d.UID = uid
 	}
 	if err := s.deps.ControlPlane.DeleteTopic(ctx, d); err != nil {
-		return nil, fmt.Errorf("delete topic %s: %w", req.GetName(), err)
+		return nil, err
 	}
 	return &v1.DeleteTopicResponse{}, nil
 }

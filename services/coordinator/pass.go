@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"time"
 
 	"github.com/malachilog/malachi/services/controlplane/metadata"
@@ -145,7 +146,11 @@ func (p *passRun) record(ctx context.Context, out replication.Outcome, why repli
 		}
 	}
 	if sealed.Segment != nil {
-		c.log.Info("segment closed", "topic", p.topic.Name, "segment", p.seg.ID.String(), "reason", string(why),
+		level := slog.LevelInfo
+		if why == replication.ReasonRestart { // every open segment of the boot before: told in sum by the recovery
+			level = slog.LevelDebug
+		}
+		c.log.Log(ctx, level, "segment closed", "topic", p.topic.Name, "segment", p.seg.ID.String(), "reason", string(why),
 			"state", sealed.Segment.State.String(), "end", uint64(sealed.Segment.End))
 	}
 	return nil

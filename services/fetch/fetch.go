@@ -138,7 +138,7 @@ func (s *Service) begin(ctx context.Context, name, cursor string, start *v1.Star
 		}
 		var err error
 		if t, err = s.deps.Topics.Topic(ctx, name); err != nil {
-			return nil, frontier.Frontier{}, fmt.Errorf("fetch from topic %s: %w", name, err)
+			return nil, frontier.Frontier{}, err
 		}
 	}
 	if cursor == "" {

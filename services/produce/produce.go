@@ -107,7 +107,7 @@ func (s *Service) topic(ctx context.Context, name string) (*metadata.Topic, erro
 	}
 	t, err := s.deps.Topics.Topic(ctx, name)
 	if err != nil {
-		return nil, fmt.Errorf("produce to topic %s: %w", name, err)
+		return nil, err
 	}
 	return t, nil
 }

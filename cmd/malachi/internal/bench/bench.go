@@ -154,7 +154,7 @@ func (b *Bench) makeTopics(ctx context.Context) error {
 	return b.eachTopic(ctx, func(ctx context.Context, name string) error {
 		_, err := b.client.Admin().CreateTopic(ctx, &malachiv1.CreateTopicRequest{Name: name, InitialRanges: int32(b.cfg.Ranges), Nonce: name})
 		if err != nil {
-			return fmt.Errorf("create topic %s: %w", name, err)
+			return fmt.Errorf("topic %s: %w", name, client.AsError("create topic", err))
 		}
 		return nil
 	})
@@ -163,7 +163,7 @@ func (b *Bench) makeTopics(ctx context.Context) error {
 func (b *Bench) dropTopics(ctx context.Context) error {
 	return b.eachTopic(ctx, func(ctx context.Context, name string) error {
 		if _, err := b.client.Admin().DeleteTopic(ctx, &malachiv1.DeleteTopicRequest{Name: name}); err != nil {
-			return fmt.Errorf("delete topic %s: %w", name, err)
+			return fmt.Errorf("topic %s: %w", name, client.AsError("delete topic", err))
 		}
 		return nil
 	})

@@ -182,12 +182,11 @@ func (b *Bench) batches(ctx context.Context, s *stream, p *pace) error {
 
 // batchSender builds one stream's batches.
 type batchSender struct {
-	bench    *Bench
-	stream   *stream
-	builder  batch.Builder
-	options  batch.Options
-	request  malachiv1.ProduceRequest
-	producer storage.ProducerID
+	bench   *Bench
+	stream  *stream
+	builder batch.Builder
+	options batch.Options
+	request malachiv1.ProduceRequest
 }
 
 func newBatchSender(b *Bench, s *stream) *batchSender {
