@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/url"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -541,4 +542,48 @@ func TestOps(t *testing.T) {
 	if e := res.Header.Get("Access-Control-Expose-Headers"); !strings.Contains(strings.ToLower(e), "grpc-status") {
 		t.Errorf("exposed headers: %q", e)
 	}
+}
+
+// TestPagesDoNotShareMemory reads several topics at once, in every encoding: no call sees the bytes of another.
+func TestPagesDoNotShareMemory(t *testing.T) {
+	s := clienttest.Start(t)
+	c := s.Client(t, "t0", "t1", "t2", "t3")
+	for i := range 4 {
+		var recs []client.Record
+		for range 200 {
+			recs = append(recs, client.Record{Key: []byte("k"), Value: bytes.Repeat([]byte{byte('a' + i)}, 500+100*i)})
+		}
+		if err := c.Produce(t.Context(), fmt.Sprintf("t%d", i), recs...); err != nil {
+			t.Fatal(err)
+		}
+	}
+	fetch := malachiv1connect.NewFetchServiceClient(connect.NewClient(connecthttp.NewTransport(http.DefaultClient, s.URL())))
+	var wg sync.WaitGroup
+	for g := range 8 {
+		i := g % 4
+		want := string(bytes.Repeat([]byte{byte('a' + i)}, 500+100*i))
+		wg.Go(func() {
+			for n := range 40 {
+				enc := []v1.Encoding{v1.Encoding_DATA, v1.Encoding_TEXT, v1.Encoding_RAW}[n%3]
+				page, err := fetch.Fetch(t.Context(), &v1.FetchRequest{Topic: fmt.Sprintf("t%d", i), Encoding: enc, MaxRecords: int32(50 + n)})
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				for _, r := range page.GetRecords() {
+					if string(r.GetValue().GetData())+r.GetValue().GetText() != want {
+						t.Errorf("topic t%d, %s: a record of another page", i, enc)
+						return
+					}
+				}
+				for _, b := range page.GetBatches() {
+					if _, err := batch.Verify(b.GetData()); err != nil {
+						t.Errorf("topic t%d: %v", i, err)
+						return
+					}
+				}
+			}
+		})
+	}
+	wg.Wait()
 }

@@ -47,7 +47,7 @@ type Topics interface {
 
 // Replicas reads segments.
 type Replicas interface {
-	Read(id storage.SegmentID, open bool, from storage.Offset, limit storage.End, maxBytes int, out []rangelog.Batch) ([]rangelog.Batch, error)
+	Read(id storage.SegmentID, open bool, from storage.Offset, limit storage.End, maxBytes int, alloc func(n int) []byte) ([]rangelog.Batch, error)
 	Committed(id storage.SegmentID) (storage.End, error)
 	OffsetAt(id storage.SegmentID, at storage.Time) (storage.Offset, error)
 	Watch(id storage.SegmentID, c chan<- struct{}) (cancel func())
@@ -181,7 +181,7 @@ func (s *Service) page(ctx context.Context, t *metadata.Topic, f *frontier.Front
 	for {
 		// Watch before reading: what arrives in between wakes the wait.
 		w := s.watch(t, f, r.wait > 0 || patient)
-		b := newBuilder(r)
+		b := newBuilder(ctx, r)
 		blocked, err := s.read(t, f, b)
 		if err != nil {
 			w.cancel()
@@ -358,6 +358,7 @@ func (s *Service) Subscribe(ctx context.Context, req *v1.SubscribeRequest, strea
 		if err := stream.Send(&v1.SubscribeResponse{Page: page, Heartbeat: idle}); err != nil {
 			return err
 		}
+		rpc.Sent(ctx)
 		select {
 		case <-s.deps.Closing:
 			return rpc.Fail(v1.Reason_SHUTTING_DOWN, nil, "the broker is shutting down; resume from the last cursor")

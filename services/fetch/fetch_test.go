@@ -50,7 +50,7 @@ func (f *fakes) Watch(_ storage.SegmentID, c chan<- struct{}) func() {
 	f.watchers = append(f.watchers, c)
 	return func() {}
 }
-func (f *fakes) Read(_ storage.SegmentID, _ bool, from storage.Offset, limit storage.End, _ int, out []rangelog.Batch) ([]rangelog.Batch, error) {
+func (f *fakes) Read(_ storage.SegmentID, _ bool, from storage.Offset, limit storage.End, _ int, _ func(int) []byte) (out []rangelog.Batch, err error) {
 	if f.readErr != nil {
 		return out, f.readErr
 	}

@@ -173,13 +173,16 @@ func (s *Service) blocked(r *metadata.Range, err error) error {
 // builder fills a page.
 type builder struct {
 	req     request
+	alloc   func(n int) []byte // the call's scratch memory
 	out     *v1.FetchResponse
 	records int
 	bytes   int
 	moved   bool
 }
 
-func newBuilder(r request) *builder { return &builder{req: r, out: &v1.FetchResponse{}} }
+func newBuilder(ctx context.Context, r request) *builder {
+	return &builder{req: r, alloc: func(n int) []byte { return rpc.Scratch(ctx, n) }, out: &v1.FetchResponse{}}
+}
 
 func (b *builder) empty() bool {
 	return len(b.out.Records) == 0 && len(b.out.Batches) == 0 && len(b.out.Gaps) == 0 && !b.moved
@@ -252,7 +255,7 @@ func (s *Service) readPosition(t *metadata.Topic, p *frontier.Position, b *build
 		if mutate.On("fetch.read-uncommitted") {
 			limit = storage.End(storage.MaxOffset)
 		}
-		got, err := s.deps.Replicas.Read(seg.ID, open, p.Offset, limit, b.req.bytes-b.bytes, nil)
+		got, err := s.deps.Replicas.Read(seg.ID, open, p.Offset, limit, b.req.bytes-b.bytes, b.alloc)
 		if err != nil {
 			return s.blocked(r, fmt.Errorf("fetch from topic %s: %w", t.Name, err))
 		}

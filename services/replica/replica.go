@@ -356,15 +356,15 @@ func (s *Service) Drop(ctx context.Context, id storage.SegmentID) error {
 }
 
 // Read returns committed batches from offset on: see rangelog.Store.Read. An open segment is read at its primary only.
-func (s *Service) Read(id storage.SegmentID, open bool, from storage.Offset, limit storage.End, maxBytes int, out []rangelog.Batch) ([]rangelog.Batch, error) {
+func (s *Service) Read(id storage.SegmentID, open bool, from storage.Offset, limit storage.End, maxBytes int, alloc func(n int) []byte) ([]rangelog.Batch, error) {
 	if open {
 		committed, err := s.Committed(id)
 		if err != nil {
-			return out, err
+			return nil, err
 		}
 		limit = min(limit, committed)
 	}
-	return s.deps.Store.Read(id, from, limit, maxBytes, out)
+	return s.deps.Store.Read(id, from, limit, maxBytes, alloc)
 }
 
 // OffsetAt returns the first offset appended at or after a time: see rangelog.Store.OffsetAt.

@@ -104,6 +104,8 @@ func (d Deps) intercept(next connect.ServerFunc) connect.ServerFunc {
 		if info, ok := connect.CallInfoForServerContext(ctx); ok && spec.IdempotencyLevel == connect.IdempotencyNoSideEffects {
 			info.ResponseHeader().Set("Cache-Control", "no-store")
 		}
+		ctx, held := withScratch(ctx)
+		defer held.release() // the answer was encoded, or never will be
 		return next(ctx, spec, stream)
 	}
 }

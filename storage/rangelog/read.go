@@ -27,14 +27,14 @@ type source struct {
 
 // Read returns whole batches that hold the records from offset on, verified, of at most maxBytes and never at or beyond limit. The
 // first batch may begin below from. At least one batch comes if there is one below limit, whatever its size. No batch and no error: nothing
-// is readable below limit yet. out is appended to.
+// is readable below limit yet. The batches share memory from alloc, whose content need not be zero; nil is make.
 //
 // Errors: storage.ErrUnknownSegment, ErrBeyondEnd (from lies beyond the end), ErrStaleBoot (an open segment of an earlier boot),
 // ErrDamaged, ErrCorrupt (what is read does not verify: nothing of it is returned).
-func (s *Store) Read(id storage.SegmentID, from storage.Offset, limit storage.End, maxBytes int, out []Batch) ([]Batch, error) {
+func (s *Store) Read(id storage.SegmentID, from storage.Offset, limit storage.End, maxBytes int, alloc func(n int) []byte) ([]Batch, error) {
 	r := s.lookup(id)
 	if r == nil {
-		return s.readSealed(id, from, limit, maxBytes, out)
+		return s.readSealed(id, from, limit, maxBytes, alloc)
 	}
 	r.ioMu.RLock()
 	defer r.ioMu.RUnlock()
@@ -43,24 +43,24 @@ func (s *Store) Read(id storage.SegmentID, from storage.Offset, limit storage.En
 	r.mu.Unlock()
 	switch {
 	case dropped:
-		return out, fmt.Errorf("read %s: %w", id, storage.ErrUnknownSegment)
+		return nil, fmt.Errorf("read %s: %w", id, storage.ErrUnknownSegment)
 	case damaged != nil:
-		return out, fmt.Errorf("read %s: %w: %w", id, storage.ErrDamaged, damaged)
+		return nil, fmt.Errorf("read %s: %w: %w", id, storage.ErrDamaged, damaged)
 	case stale:
-		return out, fmt.Errorf("read %s: %w", id, storage.ErrStaleBoot)
+		return nil, fmt.Errorf("read %s: %w", id, storage.ErrStaleBoot)
 	case src.f == nil: // sealed since
-		return s.readSealed(id, from, limit, maxBytes, out)
+		return s.readSealed(id, from, limit, maxBytes, alloc)
 	}
-	return r.hints.read(id, src, from, limit, maxBytes, out)
+	return r.hints.read(id, src, from, limit, maxBytes, alloc)
 }
 
-func (s *Store) readSealed(id storage.SegmentID, from storage.Offset, limit storage.End, maxBytes int, out []Batch) ([]Batch, error) {
+func (s *Store) readSealed(id storage.SegmentID, from storage.Offset, limit storage.End, maxBytes int, alloc func(n int) []byte) ([]Batch, error) {
 	f, err := s.sealed.get(s, id)
 	if err != nil {
-		return out, fmt.Errorf("read: %w", err)
+		return nil, fmt.Errorf("read: %w", err)
 	}
 	defer f.release()
-	return f.hints.read(id, source{f.file, f.tally}, from, limit, maxBytes, out)
+	return f.hints.read(id, source{f.file, f.tally}, from, limit, maxBytes, alloc)
 }
 
 // hints remember where the last reads ended, so that a reader that goes on finds its place without searching.
@@ -99,34 +99,37 @@ func (h *hints) forget() {
 	h.mu.Unlock()
 }
 
-func (h *hints) read(id storage.SegmentID, src source, from storage.Offset, limit storage.End, maxBytes int, out []Batch) ([]Batch, error) {
+func (h *hints) read(id storage.SegmentID, src source, from storage.Offset, limit storage.End, maxBytes int, alloc func(n int) []byte) ([]Batch, error) {
 	t := &src.tally
 	limit = min(limit, t.End)
 	switch {
 	case from < t.Base || !t.End.Holds(from) && storage.EndBefore(from) != t.End:
-		return out, fmt.Errorf("read %s at %d: it holds %d to %d: %w", id, from, t.Base, t.End, storage.ErrBeyondEnd)
+		return nil, fmt.Errorf("read %s at %d: it holds %d to %d: %w", id, from, t.Base, t.End, storage.ErrBeyondEnd)
 	case !limit.Holds(from):
-		return out, nil
+		return nil, nil
 	}
 	pos, ok := h.find(from)
 	if !ok {
 		pos = t.Seek(from).Pos
 	}
-	buf := make([]byte, max(min(int64(maxBytes), t.Pos-pos), 0))
+	if alloc == nil {
+		alloc = func(n int) []byte { return make([]byte, n) }
+	}
+	buf := alloc(int(max(min(int64(maxBytes), t.Pos-pos), 0)))
 	for {
-		got, next, need, err := collect(src.f, t, pos, from, limit, buf, out)
+		got, next, need, err := collect(src.f, t, pos, from, limit, buf, nil)
 		if err != nil {
-			return out, fmt.Errorf("read %s: %w", id, err)
+			return nil, fmt.Errorf("read %s: %w", id, err)
 		}
-		if len(got) > len(out) {
+		if len(got) > 0 {
 			last := got[len(got)-1].Header
 			h.add(last.End().Next(), next)
 			return got, nil
 		}
 		if need > len(buf) {
-			buf = make([]byte, need)
+			buf = alloc(need)
 		} else if next == pos {
-			return out, nil
+			return nil, nil
 		}
 		pos = next
 	}
