@@ -11,7 +11,7 @@ RACE ?=
 
 .PHONY: help
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 18
+	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):[^#]*## /\1\t/' | expand -t 18
 
 .PHONY: build
 build: ## build bin/malachi
@@ -31,7 +31,7 @@ test: ## run all tests (RACE=1 for the race detector)
 	go test $(if $(RACE),-race) -timeout 20m $(PKGS)
 
 .PHONY: lint
-lint: .tools/golangci-lint ## check form, layers and vulnerabilities of habit
+lint: .tools/golangci-lint ## check format, vet and lint rules
 	@test -z "$$(gofmt -l $$(git ls-files '*.go' | grep -v ^gen/))" || { gofmt -l $$(git ls-files '*.go' | grep -v ^gen/); exit 1; }
 	go vet ./...
 	.tools/golangci-lint run ./...
@@ -67,7 +67,7 @@ bench: build ## measure against this machine's limits (minutes; figures go to do
 	./bin/malachi bench suite
 
 .PHONY: e2e
-e2e: build ## tests with whole processes
+e2e: build ## run the tests with whole processes
 	go test -count=1 -timeout 15m ./e2e/...
 
 FUZZTIME ?= 10s

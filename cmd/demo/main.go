@@ -196,7 +196,7 @@ func compare(ctx context.Context, c *client.Client, history []commit, total int)
 			return fmt.Errorf("record %d was acknowledged and is not there", n)
 		}
 	}
-	fmt.Printf("read back %d records of %d keys: all %d acknowledged ones are there, byte for byte and in order; %d came twice (resent after the kill)\n",
+	fmt.Printf("read back %d records of %d key(s): all %d acknowledged ones are there, byte for byte and in order; %d came twice (resent after the kill)\n",
 		read, len(newest), total, twice)
 	return nil
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"time"
 
@@ -101,16 +102,20 @@ func greet(b *broker.Broker, data string, std streams) {
 	say(std.err, `
 Malachi %s is ready. Data is in %s.
 `, version, absolute(data))
-	for _, line := range []string{
-		m + " topic create orders --ranges 4",
-		"echo hello | " + m + " produce orders",
-		m + " consume orders --exit-at-end",
+	lines := []string{
+		m + " topic create greetings --ranges 4",
+		"echo hello | " + m + " produce greetings",
+		m + " consume greetings --exit-at-end",
 		"",
 		"curl -sS " + api + "/malachi.v1.AdminService/CreateTopic" + post + `'{"name":"events"}'`,
 		"curl -sS " + api + "/malachi.v1.ProduceService/Produce" + post +
 			`'{"topic":"events","records":[{"key":{"text":"u1"},"value":{"json":{"a":1}}}]}'`,
 		"curl -sS " + api + "/malachi.v1.FetchService/Fetch" + post + `'{"topic":"events","encoding":"TEXT"}'`,
-	} {
+	}
+	if b.Boot() > 1 { // the topics are there already, if these commands were ever used
+		lines = slices.DeleteFunc(lines, func(l string) bool { return strings.Contains(l, "topic create") || strings.Contains(l, "CreateTopic") })
+	}
+	for _, line := range lines {
 		say(std.err, "%s", strings.TrimRight("  "+line, " "))
 	}
 	say(std.err, "\nOperations: %s/readyz %s/metrics. Stop with Ctrl-C.", ops, ops)

@@ -270,7 +270,7 @@ func TestPrintedCommandsWork(t *testing.T) {
 	if err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	for _, want := range []string{"orders", "stored 1 record", "hello\n", `"name":"events"`, `"recordCount":1`, `{"text":"u1"}`} {
+	for _, want := range []string{"greetings", "stored 1 record", "hello\n", `"name":"events"`, `"recordCount":1`, `{"text":"u1"}`} {
 		if !strings.Contains(strings.ReplaceAll(string(out), `": `, `":`), want) {
 			t.Errorf("%s is missing in:\n%s", want, out)
 		}

@@ -259,6 +259,9 @@ func (l local) State() (state string, free, total uint64) {
 // ID is this broker's id.
 func (b *Broker) ID() storage.BrokerID { return b.self }
 
+// Boot counts the starts on this folder, this one included.
+func (b *Broker) Boot() storage.Boot { return b.boot }
+
 // APIAddr and OpsAddr are the listeners' addresses.
 func (b *Broker) APIAddr() string { return b.api.Addr().String() }
 

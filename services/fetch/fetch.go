@@ -29,6 +29,8 @@ const (
 	grace = 10 * time.Second
 	// blockedGrace is how long a fetch that finds nothing but a range between two segments waits for the next one, whatever its wait.
 	blockedGrace = 2 * time.Second
+	// behindGrace is how long a page that holds something waits for records that are committed and not yet written.
+	behindGrace = 100 * time.Millisecond
 	// lookAgain bounds how long a waiting fetch trusts its wake-ups.
 	lookAgain = time.Second
 
@@ -189,6 +191,12 @@ func (s *Service) page(ctx context.Context, t *metadata.Topic, f *frontier.Front
 		}
 		if !b.empty() {
 			w.cancel()
+			if errors.Is(blocked, errBehind) {
+				err = s.catchUp(ctx, t, f, b)
+			}
+			if err != nil {
+				return nil, err
+			}
 			return s.finish(f, b)
 		}
 		if blocked != nil && !patient {
@@ -210,6 +218,27 @@ func (s *Service) page(ctx context.Context, t *metadata.Topic, f *frontier.Front
 		}
 		if t, err = s.again(t); err != nil {
 			return nil, err
+		}
+	}
+}
+
+// catchUp adds to a page what is committed and a moment later also written, so that a reader finds what was acknowledged before it asked.
+func (s *Service) catchUp(ctx context.Context, t *metadata.Topic, f *frontier.Frontier, b *builder) error {
+	w := s.watch(t, f, true)
+	defer w.cancel()
+	over := time.NewTimer(behindGrace)
+	defer over.Stop()
+	for {
+		blocked, err := s.read(t, f, b)
+		if err != nil || !errors.Is(blocked, errBehind) || b.full() {
+			return err
+		}
+		select {
+		case <-w.records:
+		case <-over.C: // the page is good as it is, and the cursor goes on behind it
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
 		}
 	}
 }

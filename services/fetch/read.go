@@ -222,6 +222,9 @@ func (s *Service) read(t *metadata.Topic, f *frontier.Frontier, b *builder) (blo
 	return blocked, nil
 }
 
+// errBehind: records are committed that the follower has not written to their segment's file yet.
+var errBehind = errors.New("committed records are not readable yet")
+
 // readPosition adds what one range has from p on, segment by segment.
 func (s *Service) readPosition(t *metadata.Topic, p *frontier.Position, b *builder) error {
 	r := t.Range(p.Range)
@@ -260,7 +263,7 @@ func (s *Service) readPosition(t *metadata.Topic, p *frontier.Position, b *build
 			return s.blocked(r, fmt.Errorf("fetch from topic %s: %w", t.Name, err))
 		}
 		if len(got) == 0 { // committed, but not in the file yet: the follower wakes us in a moment
-			return &rpc.Error{Reason: v1.Reason_RANGE_BLOCKED, Text: fmt.Sprintf("range %s: committed records are not readable yet", r.ID), Retry: lookAgain / 10}
+			return &rpc.Error{Reason: v1.Reason_RANGE_BLOCKED, Text: fmt.Sprintf("range %s", r.ID), Retry: lookAgain / 10, Cause: errBehind}
 		}
 		for _, e := range got {
 			if b.full() {
