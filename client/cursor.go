@@ -2,6 +2,7 @@ package client
 
 import (
 	"fmt"
+	"hash/crc32"
 	"slices"
 	"strconv"
 	"strings"
@@ -57,8 +58,12 @@ func formatToken(cursor string, done progress) string {
 		parts = append(parts, fmt.Sprintf("%d.%d.%d", s.Prefix, s.Depth, o))
 	}
 	slices.Sort(parts)
-	return cursor + tokenSep + strings.Join(parts, ",")
+	token := cursor + tokenSep + strings.Join(parts, ",")
+	return token + tokenSep + tokenSum(token)
 }
+
+// tokenSum guards a token against slips of a hand; it is no proof.
+func tokenSum(token string) string { return fmt.Sprintf("%08x", crc32.ChecksumIEEE([]byte(token))) }
 
 // parseToken reads what formatToken wrote. Errors wrap storage.ErrInvalid or storage.ErrTooLarge.
 func parseToken(token string) (cursor string, done progress, err error) {
@@ -68,6 +73,10 @@ func parseToken(token string) (cursor string, done progress, err error) {
 	}
 	if !found {
 		return cursor, nil, nil
+	}
+	list, sum, _ := strings.Cut(list, tokenSep)
+	if sum != tokenSum(cursor+tokenSep+list) {
+		return "", nil, fmt.Errorf("cursor: it is not as it was given out (checksum): %w", storage.ErrInvalid)
 	}
 	if n := strings.Count(list, ",") + 1; n > maxProgress {
 		return "", nil, fmt.Errorf("cursor names %d ranges, limit %d: %w", n, maxProgress, storage.ErrTooLarge)

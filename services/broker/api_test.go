@@ -517,7 +517,7 @@ func TestOps(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	req.Header.Set("Origin", "http://page.example")
+	req.Header.Set("Origin", "http://localhost:5173")
 	req.Header.Set("Access-Control-Request-Method", "POST")
 	req.Header.Set("Access-Control-Request-Headers", "connect-protocol-version,content-type") // sorted, as browsers send it
 	res, err := http.DefaultClient.Do(req)
@@ -525,14 +525,22 @@ func TestOps(t *testing.T) {
 		t.Fatal(err)
 	}
 	res.Body.Close()
-	if res.Header.Get("Access-Control-Allow-Origin") != "*" || res.Header.Get("Access-Control-Allow-Headers") == "" {
+	if res.Header.Get("Access-Control-Allow-Origin") != "http://localhost:5173" || res.Header.Get("Access-Control-Allow-Headers") == "" {
 		t.Errorf("preflight: %v", res.Header)
+	}
+	req.Header.Set("Origin", "http://page.example") // somebody's page on the web has no business with a broker on this machine
+	if res, err = http.DefaultClient.Do(req); err != nil {
+		t.Fatal(err)
+	}
+	res.Body.Close()
+	if o := res.Header.Get("Access-Control-Allow-Origin"); o != "" {
+		t.Errorf("a foreign page is allowed: %q", o)
 	}
 	req2, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL()+"/malachi.v1.AdminService/ListTopics", strings.NewReader("{}"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	req2.Header.Set("Origin", "http://page.example")
+	req2.Header.Set("Origin", "http://localhost:5173")
 	req2.Header.Set("Content-Type", "application/json")
 	res, err = http.DefaultClient.Do(req2)
 	if err != nil {

@@ -51,7 +51,7 @@ func (b *Broker) Run(ctx context.Context) (err error) {
 	for _, s := range []struct {
 		server *http.Server
 		on     net.Listener
-	}{{api, b.api}, {ops, b.ops}} {
+	}{{api, rpc.Patient(b.api)}, {ops, b.ops}} {
 		loops.Go(func() error {
 			if err := s.server.Serve(s.on); !errors.Is(err, http.ErrServerClosed) {
 				return fmt.Errorf("serve: %w", err)

@@ -88,7 +88,7 @@ func (h *host) listen(deps Deps, leader func(shard uint64, leader storage.Broker
 				return fmt.Errorf("listen for raft on %s: %w", wanted, err)
 			}
 		}
-		h.nh, err = dragonboat.NewNodeHost(h.nodeHostConfig(deps, leader))
+		h.nh, err = newNodeHost(h.nodeHostConfig(deps, leader))
 		if err == nil {
 			return nil
 		}
@@ -97,6 +97,16 @@ func (h *host) listen(deps Deps, leader func(shard uint64, leader storage.Broker
 			return hostError(err, h.cfg.Dir, h.address)
 		}
 	}
+}
+
+// newNodeHost turns the library's panic over a damaged folder into an error.
+func newNodeHost(c config.NodeHostConfig) (nh *dragonboat.NodeHost, err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("the raft folder is damaged (%v): %w", r, storage.ErrFolderRefused)
+		}
+	}()
+	return dragonboat.NewNodeHost(c)
 }
 
 // hostError says in our words what the library refused. Its errors of this kind are not exported, so their texts are compared.
@@ -110,7 +120,7 @@ func hostError(err error, dir, address string) error {
 	case strings.Contains(text, "NodeHostID"), strings.Contains(text, "deployment"):
 		return fmt.Errorf("%s belongs to another broker or cluster (%s): %w", dir, text, storage.ErrFolderRefused)
 	}
-	return fmt.Errorf("open the raft folder %s: %w", dir, err)
+	return fmt.Errorf("open the raft folder %s: %w: %w", dir, storage.ErrFolderRefused, err)
 }
 
 // freeAddress is the host with a port that was free a moment ago.

@@ -211,8 +211,7 @@ func badRecord(i int, err error) error {
 		return rpc.Fail(v1.Reason_LIMIT_EXCEEDED, map[string]string{"limit": "batch_bytes", "limit_bytes": fmt.Sprint(storage.MaxBatchBytes)},
 			"records of one range exceed the batch limit of %d bytes at record %d", storage.MaxBatchBytes, i)
 	case errors.Is(err, storage.ErrTooLarge):
-		return &rpc.Error{Reason: v1.Reason_LIMIT_EXCEEDED, Text: fmt.Sprintf("record %d", i), Cause: err,
-			Metadata: map[string]string{"limit": "record_bytes", "limit_bytes": fmt.Sprint(storage.MaxRecordBytes)}}
+		return &rpc.Error{Reason: v1.Reason_LIMIT_EXCEEDED, Text: fmt.Sprintf("record %d", i), Cause: err}
 	}
 	return &rpc.Error{Reason: v1.Reason_INVALID_RECORD, Text: fmt.Sprintf("record %d", i), Cause: err}
 }

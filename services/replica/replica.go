@@ -58,8 +58,8 @@ type primary struct {
 	id     storage.SegmentID
 	slice  storage.Slice
 	base   storage.Offset
-	create storage.Time
 	opened time.Time
+	clock  storage.Time // wall clock at opened, not before the segment's creation time
 
 	mu       sync.Mutex
 	machine  *replication.Primary
@@ -132,11 +132,12 @@ func (s *Service) Open(ctx context.Context, o Open) error {
 	if info.State != "open" || info.End != storage.EndBefore(h.Base) {
 		return fmt.Errorf("open replica %s: it is %s with end %d: %w", h.ID, info.State, info.End, storage.ErrStaleBoot)
 	}
+	now := s.deps.Now()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.primaries[h.ID] == nil {
 		s.primaries[h.ID] = &primary{
-			id: h.ID, slice: h.Slice, base: h.Base, create: h.CreateTime, opened: s.deps.Now(), machine: machine, last: h.CreateTime,
+			id: h.ID, slice: h.Slice, base: h.Base, opened: now, clock: max(storage.Time(now.UnixNano()), h.CreateTime), machine: machine, last: h.CreateTime,
 			bytes: int64(len(o.Header)),
 		}
 	}
@@ -193,7 +194,7 @@ func (s *Service) Append(id storage.SegmentID, b []byte, done func(Appended, err
 	if err != nil {
 		return err
 	}
-	at := max(p.create+storage.Time(now.Sub(p.opened)), p.last)
+	at := max(p.clock+storage.Time(now.Sub(p.opened)), p.last)
 	covered := p.slice
 	if p.slice.Covers(h.Slice) { // a part keeps the slice it was cut for: it is never widened
 		covered = h.Slice
@@ -282,7 +283,7 @@ func (s *Service) Serving() []Load {
 	out := make([]Load, 0, len(s.primaries))
 	for _, p := range s.primaries {
 		p.mu.Lock()
-		out = append(out, Load{p.id, p.bytes, p.create, p.opened, p.machine.Next() == p.base})
+		out = append(out, Load{p.id, p.bytes, p.clock, p.opened, p.machine.Next() == p.base})
 		p.mu.Unlock()
 	}
 	return out

@@ -149,6 +149,8 @@ func wire(err error) (_ *connect.Error, known bool) {
 		}
 		reason := v1.Reason_INTERNAL
 		switch ce.Code() {
+		case connect.CodeUnknown: // Connect's word for a message that it could not even begin to decode
+			return withDetail(connect.NewError(connect.CodeInvalidArgument, ce.Message()).WithCause(err), &v1.ErrorDetail{Reason: v1.Reason_INVALID_ARGUMENT}), true
 		case connect.CodeResourceExhausted:
 			reason = v1.Reason_LIMIT_EXCEEDED
 		case connect.CodeInvalidArgument:

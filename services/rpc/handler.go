@@ -4,7 +4,9 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/http"
+	"net/url"
 	"runtime/debug"
 	"time"
 
@@ -15,6 +17,7 @@ import (
 	"connectrpc.com/grpchealth"
 	"connectrpc.com/grpcreflect/v2"
 	"github.com/rs/cors"
+	"golang.org/x/sync/semaphore"
 
 	v1 "github.com/malachilog/malachi/gen/go/malachi/v1"
 	"github.com/malachilog/malachi/gen/go/malachi/v1/malachiv1connect"
@@ -43,7 +46,7 @@ type Deps struct {
 
 // Handler serves Connect, gRPC and gRPC-Web on one mux, with reflection, health and CORS. Side-effect-free calls answer HTTP GET too.
 func Handler(s Services, d Deps) http.Handler {
-	server := connect.NewServer(d.intercept)
+	server := connect.NewServer(d.interceptor(semaphore.NewWeighted(pageBudget)))
 	malachiv1connect.RegisterProduceServiceHandler(server, s.Produce)
 	malachiv1connect.RegisterFetchServiceHandler(server, s.Fetch)
 	malachiv1connect.RegisterAdminServiceHandler(server, s.Admin)
@@ -67,16 +70,28 @@ func Handler(s Services, d Deps) http.Handler {
 	path, health := grpchealth.NewHandler(d.Health)
 	mux.Handle(path, health)
 	return cors.New(cors.Options{
-		AllowedOrigins: []string{"*"}, // there are no cookies; a browser sends only what a page was given
+		// The broker listens on loopback and asks nobody who they are: only pages that this machine serves may use it.
+		AllowOriginFunc: func(origin string) bool {
+			u, err := url.Parse(origin)
+			if err != nil {
+				return false
+			}
+			ip := net.ParseIP(u.Hostname())
+			return u.Hostname() == "localhost" || ip != nil && ip.IsLoopback()
+		},
 		AllowedMethods: connectcors.AllowedMethods(),
 		AllowedHeaders: append(connectcors.AllowedHeaders(), "Authorization"),
 		ExposedHeaders: connectcors.ExposedHeaders(),
 		MaxAge:         7200,
-	}).Handler(mux)
+	}).Handler(patientBodies(mux))
 }
 
-// intercept gives every error its catalogue entry, keeps a panic to its call, and marks answers as not to be cached.
-func (d Deps) intercept(next connect.ServerFunc) connect.ServerFunc {
+// interceptor gives every error its catalogue entry, keeps a panic to its call, and marks answers as not to be cached.
+func (d Deps) interceptor(budget *semaphore.Weighted) connect.ServerInterceptor {
+	return func(next connect.ServerFunc) connect.ServerFunc { return d.intercept(budget, next) }
+}
+
+func (d Deps) intercept(budget *semaphore.Weighted, next connect.ServerFunc) connect.ServerFunc {
 	return func(ctx context.Context, spec connect.Spec, stream connect.ServerStream) (err error) {
 		began := time.Now()
 		defer func() {
@@ -104,7 +119,7 @@ func (d Deps) intercept(next connect.ServerFunc) connect.ServerFunc {
 		if info, ok := connect.CallInfoForServerContext(ctx); ok && spec.IdempotencyLevel == connect.IdempotencyNoSideEffects {
 			info.ResponseHeader().Set("Cache-Control", "no-store")
 		}
-		ctx, held := withScratch(ctx)
+		ctx, held := withScratch(ctx, budget)
 		defer held.release() // the answer was encoded, or never will be
 		return next(ctx, spec, stream)
 	}

@@ -73,7 +73,7 @@ func Open(fs vfs.FS, rand io.Reader) (*Dir, error) {
 		return nil, fmt.Errorf("%w: another broker runs on it", storage.ErrFolderRefused)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("lock: %w", err)
+		return nil, fmt.Errorf("%w: it cannot be locked: %w", storage.ErrFolderRefused, err)
 	}
 	d := &Dir{fs: fs, lock: lock}
 	if found {

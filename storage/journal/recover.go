@@ -139,8 +139,12 @@ func (j *Journal) list() (names, temps []string, err error) {
 			if err != nil {
 				return nil, nil, fmt.Errorf("journal file name %q: %w", e.Name, storage.ErrCorrupt)
 			}
+			// Files are numbered without a gap and never removed: a missing number is a file that somebody else removed.
+			if n != uint64(j.fileSeq)+1 {
+				return nil, nil, fmt.Errorf("journal file %08d%s is missing: %w", j.fileSeq+1, fileSuffix, storage.ErrCorrupt)
+			}
 			names = append(names, e.Name)
-			j.fileSeq = max(j.fileSeq, int(n))
+			j.fileSeq = int(n)
 		case strings.HasSuffix(e.Name, fileSuffix+tempSuffix):
 			temps = append(temps, e.Name)
 		}
@@ -398,10 +402,8 @@ func (j *Journal) Prepare() bool {
 // addFile writes a new file in full, makes it and its name durable, and adds it to the free ones. A failure leaves nothing that
 // recovery could take for a journal file. A full disk is not final: no entry was in it.
 func (j *Journal) addFile() (err error) {
-	j.mu.Lock()
-	j.fileSeq++
-	name := fmt.Sprintf("%08d%s", j.fileSeq, fileSuffix)
-	j.mu.Unlock()
+	// One at a time: Open, and then the preparer. A number is taken by the rename, so that a failure before it leaves no gap.
+	name := fmt.Sprintf("%08d%s", j.fileSeq+1, fileSuffix)
 	temp := path.Join(j.dir, name+tempSuffix)
 	if err := j.fill(temp); err != nil {
 		return fmt.Errorf("prepare %s: %w", name, errors.Join(err, ignoreMissing(j.fs.Remove(temp))))
@@ -410,6 +412,7 @@ func (j *Journal) addFile() (err error) {
 	if err := j.fs.Rename(temp, full); err != nil {
 		return fmt.Errorf("prepare %s: %w", name, err)
 	}
+	j.fileSeq++
 	if err := j.fs.SyncDir(j.dir); err != nil {
 		return fmt.Errorf("prepare %s: %w", name, err)
 	}

@@ -115,7 +115,10 @@ func (h *hints) read(id storage.SegmentID, src source, from storage.Offset, limi
 	if alloc == nil {
 		alloc = func(n int) []byte { return make([]byte, n) }
 	}
-	buf := alloc(int(max(min(int64(maxBytes), t.Pos-pos), 0)))
+	buf := alloc(int(max(min(int64(maxBytes), t.Pos-pos), batch.HeaderSize)))
+	if buf == nil {
+		return nil, fmt.Errorf("read %s: no memory for a page: %w", id, storage.ErrOverloaded)
+	}
 	for {
 		got, next, need, err := collect(src.f, t, pos, from, limit, buf, nil)
 		if err != nil {
@@ -127,7 +130,9 @@ func (h *hints) read(id storage.SegmentID, src source, from storage.Offset, limi
 			return got, nil
 		}
 		if need > len(buf) {
-			buf = alloc(need)
+			if buf = alloc(need); buf == nil {
+				return nil, fmt.Errorf("read %s: no memory for a page: %w", id, storage.ErrOverloaded)
+			}
 		} else if next == pos {
 			return nil, nil
 		}
@@ -149,7 +154,7 @@ func collect(f vfs.File, t *segment.Tally, pos int64, from storage.Offset, limit
 		}
 		h, err := batch.ParseHeader(b)
 		if err != nil {
-			return out, pos, 0, &segment.Damage{Pos: pos, Reason: err}
+			return damaged(out, pos, err)
 		}
 		size := h.Size()
 		if size > len(b) {
@@ -160,7 +165,7 @@ func collect(f vfs.File, t *segment.Tally, pos int64, from storage.Offset, limit
 		}
 		if h.End() > storage.EndBefore(from) {
 			if _, err := batch.Verify(b[:size]); err != nil {
-				return out, pos, 0, &segment.Damage{Pos: pos, Reason: err}
+				return damaged(out, pos, err)
 			}
 			out = append(out, Batch{h, b[:size:size]})
 		}
@@ -169,6 +174,14 @@ func collect(f vfs.File, t *segment.Tally, pos int64, from storage.Offset, limit
 			return out, pos, 0, nil // what follows is not ours to look at
 		}
 	}
+}
+
+// damaged ends a collect at a batch that does not verify: what lies before it is given out, and the next read meets the damage.
+func damaged(out []Batch, pos int64, why error) ([]Batch, int64, int, error) {
+	if len(out) > 0 {
+		return out, pos, 0, nil
+	}
+	return nil, pos, 0, &segment.Damage{Pos: pos, Reason: why}
 }
 
 // OffsetAt returns the first offset of the segment whose batch was appended at or after at, or the segment's end. It reads headers only.

@@ -3,6 +3,7 @@ package rangelog
 import (
 	"errors"
 	"fmt"
+	"io"
 	"path"
 	"sort"
 
@@ -226,12 +227,54 @@ func (s *Store) replayBatch(r *replica, k journal.Kind, data []byte) error {
 	return nil
 }
 
+// lostGroups looks for acknowledged groups that the journal has lost at its end, where it alone cannot tell them from a torn group. The
+// follower gives a file only what is durable in the journal, so a whole batch behind the recovered end, that continues it, was.
+func (s *Store) lostGroups() error {
+	if mutate.On("rangelog.ignore-lost-groups") {
+		return nil
+	}
+	for id, r := range s.replicas {
+		if r.file == nil || r.damaged != nil {
+			continue
+		}
+		b := make([]byte, batch.HeaderSize)
+		if n, err := readAt(r.file, b, r.tally.Pos); err != nil || n < len(b) {
+			continue // nothing whole is there; a file that cannot be read is found by its first vote
+		}
+		h, err := batch.ParseHeader(b)
+		if err != nil || h.Base != r.tally.End.Next() {
+			continue
+		}
+		b = make([]byte, h.Size())
+		if n, err := readAt(r.file, b, r.tally.Pos); err != nil || n < len(b) {
+			continue
+		}
+		if _, err := batch.Verify(b); err == nil {
+			return fmt.Errorf("segment %s: its file goes on at offset %d, where the journal ends: acknowledged groups are missing from the journal: %w",
+				id, h.Base, storage.ErrCorrupt)
+		}
+	}
+	return nil
+}
+
+// readAt is ReadAt to which the end of the file is no error.
+func readAt(f vfs.File, b []byte, pos int64) (int, error) {
+	n, err := f.ReadAt(b, pos)
+	if errors.Is(err, io.EOF) {
+		err = nil
+	}
+	return n, err
+}
+
 // recoveryCheckpoint cuts what lies beyond each end, syncs what the replay wrote and notes it. What can be read back may live only in the
 // page cache, so even a file that needed no change is synced.
 func (s *Store) recoveryCheckpoint(found *journal.Recovered) error {
 	// The note's group is the first after the replayed ones, so it is also the one to replay from.
 	note, work := journal.Note{From: found.Last + 1}, &given{}
 	dirs := map[string]struct{}{".": {}}
+	if err := s.lostGroups(); err != nil { // before anything is cut
+		return err
+	}
 	for _, r := range s.replicas {
 		r.mu.Lock()
 		note.Segments = append(note.Segments, r.note())
