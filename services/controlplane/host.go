@@ -99,14 +99,18 @@ func (h *host) listen(deps Deps, leader func(shard uint64, leader storage.Broker
 	}
 }
 
-// newNodeHost turns the library's panic over a damaged folder into an error.
+// newNodeHost turns the library's panic over a damaged folder, which it sometimes swallows and returns nothing at all, into an error.
 func newNodeHost(c config.NodeHostConfig) (nh *dragonboat.NodeHost, err error) {
 	defer func() {
 		if r := recover(); r != nil {
 			err = fmt.Errorf("the raft folder is damaged (%v): %w", r, storage.ErrFolderRefused)
 		}
 	}()
-	return dragonboat.NewNodeHost(c)
+	nh, err = dragonboat.NewNodeHost(c)
+	if nh == nil && err == nil {
+		err = fmt.Errorf("the raft folder is damaged: %w", storage.ErrFolderRefused)
+	}
+	return nh, err
 }
 
 // hostError says in our words what the library refused. Its errors of this kind are not exported, so their texts are compared.

@@ -1,6 +1,7 @@
 package controlplane
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -342,4 +343,35 @@ func TestRegistryFollowsAddresses(t *testing.T) {
 	if _, _, err := made.Resolve(rootShard, 10); err == nil {
 		t.Error("a removed group is still known")
 	}
+}
+
+// TestDamagedRaftFolderIsRefused: the library panics over some of this; the process must not.
+func TestDamagedRaftFolderIsRefused(t *testing.T) {
+	n := newNode(t)
+	c := n.start()
+	n.create(c, "orders")
+	_ = c.Close()
+	name := filepath.Join(n.cfg.Dir, "NODEHOST.ID")
+	b, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, at := range []int{0, len(b) / 2, len(b) - 1} {
+		bad := bytes.Clone(b)
+		bad[at] ^= 0x10
+		if err := os.WriteFile(name, bad, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if c, err := n.open(); !errors.Is(err, storage.ErrFolderRefused) {
+			if err == nil {
+				_ = c.Close()
+			}
+			t.Errorf("byte %d of the host id is damaged: %v", at, err)
+		}
+	}
+	if err := os.WriteFile(name, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	c = n.start()
+	_ = c.Close()
 }
