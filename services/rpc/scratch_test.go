@@ -47,7 +47,7 @@ func TestSilentPeersAreGivenUp(t *testing.T) {
 		}
 	})
 	read := make(chan error, 1)
-	server := httptest.NewServer(patientBodies(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	server := httptest.NewServer(patientBodies(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 		b := r.Body.(*patientBody)
 		_, err := b.Read(make([]byte, 100))
 		if err != nil && !errors.Is(err, io.EOF) || b.until.IsZero() {
