@@ -121,7 +121,7 @@ type Position uint64
 // PositionOfKey is xxhash64 (seed 0) of the key's bytes: where every record of this key lives.
 func PositionOfKey(key []byte) Position { return Position(xxhash.Sum64(key)) }
 
-// MaxDepth is the largest number of bits that a slice fixes (DESIGN: depth at most 24).
+// MaxDepth is the largest number of bits that a slice fixes.
 const MaxDepth = 24
 
 // Slice is the part of the keyspace whose top Depth bits equal Prefix. The zero value is the whole keyspace.
