@@ -135,10 +135,16 @@ func TestCanonicalJSON(t *testing.T) {
 
 // TestCanonicalJSONKeepsTheValue: any JSON that is stored means the same as what was sent, and is stored the same however it was spelled.
 func TestCanonicalJSONKeepsTheValue(t *testing.T) {
+	number := rapid.Map(rapid.Float64Range(-1e15, 1e15), func(f float64) float64 {
+		if f == 0 {
+			return 0 // the canonical form has no negative zero: TestCanonicalJSON holds that
+		}
+		return f
+	})
 	var value func(depth int) *rapid.Generator[any]
 	value = func(depth int) *rapid.Generator[any] {
 		leaves := []*rapid.Generator[any]{
-			rapid.Just[any](nil), rapid.Bool().AsAny(), rapid.String().AsAny(), rapid.Float64Range(-1e15, 1e15).AsAny(), rapid.Int64Range(-1<<52, 1<<52).AsAny(),
+			rapid.Just[any](nil), rapid.Bool().AsAny(), rapid.String().AsAny(), number.AsAny(), rapid.Int64Range(-1<<52, 1<<52).AsAny(),
 		}
 		if depth > 0 {
 			leaves = append(leaves, rapid.SliceOfN(value(depth-1), 0, 4).AsAny(), rapid.MapOfN(rapid.String(), value(depth-1), 0, 4).AsAny())
