@@ -70,6 +70,12 @@ bench: build ## measure against this machine's limits (minutes; figures go to do
 e2e: build ## run the tests with whole processes
 	go test -count=1 -timeout 15m ./e2e/...
 
+SEED ?= 0
+STEPS ?= 500
+.PHONY: sim
+sim: ## simulate replica sets: fixed and fresh seeds, or SEED=n STEPS=n with its trace
+	go test -count=1 -timeout 15m -run '^TestSimulation$$' -v ./storage/replication -args -sim.seed=$(SEED) -sim.steps=$(STEPS)
+
 FUZZTIME ?= 10s
 .PHONY: fuzz
 fuzz: ## run every fuzz target for FUZZTIME

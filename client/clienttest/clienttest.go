@@ -43,7 +43,7 @@ func Start(t testing.TB) *Server {
 // Open runs a broker on a folder of the caller's, outside of a test: for examples and TestMain. Stop it.
 func Open(folder string, log *slog.Logger) (*Server, error) {
 	s := &Server{folder: folder, log: log, cfg: broker.Config{
-		Data: folder, API: "127.0.0.1:0", Ops: "127.0.0.1:0", Raft: "127.0.0.1:0", Bootstrap: true, Vnodes: 4,
+		Data: folder, API: "127.0.0.1:0", Ops: "127.0.0.1:0", RPC: "127.0.0.1:0", Raft: "127.0.0.1:0", Gossip: "127.0.0.1:0", Bootstrap: true, Vnodes: 4,
 		ElectionTimeout: 200 * time.Millisecond, DiskReserve: 64 << 20, JournalFileBytes: 16 << 20, JournalMaxBytes: 128 << 20,
 	}}
 	return s, s.start()

@@ -43,16 +43,24 @@ var settings = []setting{
 	{"raft_dir", text(func(c *serverConfig) *string { return &c.RaftDir })},
 	{"api", text(func(c *serverConfig) *string { return &c.API })},
 	{"ops", text(func(c *serverConfig) *string { return &c.Ops })},
+	{"rpc", text(func(c *serverConfig) *string { return &c.RPC })},
 	{"raft", text(func(c *serverConfig) *string { return &c.Raft })},
+	{"gossip", text(func(c *serverConfig) *string { return &c.Gossip })},
+	{"advertise", text(func(c *serverConfig) *string { return &c.Advertise })},
 	{"bootstrap", boolean(func(c *serverConfig) *bool { return &c.Bootstrap })},
-	{"vnodes", func(c *serverConfig, s string) error {
-		n, err := strconv.Atoi(s)
-		if err != nil || n < 1 {
-			return fmt.Errorf("want a whole number from 1 on")
-		}
-		c.Vnodes = n
-		return nil
+	{"bootstrap_expect", number(func(c *serverConfig) *int { return &c.BootstrapExpect })},
+	{"founders", list(func(c *serverConfig) *[]string { return &c.Founders })},
+	{"join", list(func(c *serverConfig) *[]string { return &c.Join })},
+	{"attributes", func(c *serverConfig, s string) (err error) {
+		c.Attributes, err = parseAttributes(strings.Split(s, ","))
+		return err
 	}},
+	{"tls_cert", text(func(c *serverConfig) *string { return &c.TLS.Cert })},
+	{"tls_key", text(func(c *serverConfig) *string { return &c.TLS.Key })},
+	{"tls_ca", text(func(c *serverConfig) *string { return &c.TLS.CA })},
+	{"gossip_keys", text(func(c *serverConfig) *string { return &c.GossipKeys })},
+	{"insecure", boolean(func(c *serverConfig) *bool { return &c.Insecure })},
+	{"vnodes", number(func(c *serverConfig) *int { return &c.Vnodes })},
 	{"election_timeout", duration(func(c *serverConfig) *time.Duration { return &c.ElectionTimeout })},
 	{"segment_max_bytes", size(func(c *serverConfig, n uint64) { c.SegmentMaxBytes = int64(n) })},
 	{"segment_max_age", duration(func(c *serverConfig) *time.Duration { return &c.SegmentMaxAge })},
@@ -68,6 +76,9 @@ var settings = []setting{
 	}},
 }
 
+// lists are the keys that take several values.
+var lists = []string{"founders", "join", "attributes"}
+
 func text(field func(*serverConfig) *string) func(*serverConfig, string) error {
 	return func(c *serverConfig, s string) error {
 		if s == "" {
@@ -76,6 +87,45 @@ func text(field func(*serverConfig) *string) func(*serverConfig, string) error {
 		*field(c) = s
 		return nil
 	}
+}
+
+func number(field func(*serverConfig) *int) func(*serverConfig, string) error {
+	return func(c *serverConfig, s string) error {
+		n, err := strconv.Atoi(s)
+		if err != nil || n < 1 {
+			return fmt.Errorf("want a whole number from 1 on")
+		}
+		*field(c) = n
+		return nil
+	}
+}
+
+func list(field func(*serverConfig) *[]string) func(*serverConfig, string) error {
+	return func(c *serverConfig, s string) error {
+		for word := range strings.SplitSeq(s, ",") {
+			if word = strings.TrimSpace(word); word == "" {
+				return fmt.Errorf("want a list of addresses")
+			}
+			*field(c) = append(*field(c), word)
+		}
+		return nil
+	}
+}
+
+// parseAttributes reads name=value pairs.
+func parseAttributes(pairs []string) (map[string]string, error) {
+	out := map[string]string{}
+	for _, p := range pairs {
+		name, value, ok := strings.Cut(strings.TrimSpace(p), "=")
+		if !ok || name == "" || value == "" {
+			return nil, fmt.Errorf("attribute %q: want name=value", p)
+		}
+		if _, twice := out[name]; twice {
+			return nil, fmt.Errorf("attribute %s stands there twice", name)
+		}
+		out[name] = value
+	}
+	return out, nil
 }
 
 func boolean(field func(*serverConfig) *bool) func(*serverConfig, string) error {
@@ -171,6 +221,9 @@ func loadConfig(path string, environ []string) (serverConfig, error) {
 			continue
 		}
 		word, ok := scalar(value)
+		if _, several := value.([]any); several && !slices.Contains(lists, s.key) {
+			ok = false
+		}
 		if !ok {
 			bad.add("%s: want one value", source)
 			continue
@@ -238,7 +291,7 @@ func readEnv(environ []string, names []string, bad *faults) (map[string]any, err
 	return m, nil
 }
 
-// scalar is a YAML value as the text that a person wrote, as far as that is known; false for lists, maps and null.
+// scalar is a YAML value as the text that a person wrote, as far as that is known, a list with commas between; false for maps and null.
 func scalar(v any) (string, bool) {
 	switch v := v.(type) {
 	case string:
@@ -247,6 +300,16 @@ func scalar(v any) (string, bool) {
 		return fmt.Sprint(v), true
 	case float64:
 		return strconv.FormatFloat(v, 'f', -1, 64), true
+	case []any:
+		var words []string
+		for _, e := range v {
+			word, ok := scalar(e)
+			if !ok || strings.Contains(word, ",") {
+				return "", false
+			}
+			words = append(words, word)
+		}
+		return strings.Join(words, ","), len(words) > 0
 	}
 	return "", false
 }

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"net"
 	"os"
 	"os/exec"
 	"slices"
@@ -11,10 +12,12 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/malachilog/malachi/services/broker"
+	"github.com/malachilog/malachi/services/transport"
 )
 
 type devFlags struct {
 	data, api, ops, readyFile, logLevel string
+	nodes                               int
 }
 
 func newDev(std streams) *cobra.Command {
@@ -23,8 +26,10 @@ func newDev(std streams) *cobra.Command {
 		Use:   "dev",
 		Short: "Run one broker with everything embedded, for development",
 		Long: "Run one broker with everything embedded, on loopback. Records are as durable as in production: only the sizes are small\n" +
-			"(replication factor 1, 4 metadata shards). Ctrl-C stops it.",
-		Example: "  malachi dev\n  malachi dev --data /tmp/malachi --api :0 --ops :0 --ready-file /tmp/malachi.json",
+			"(replication factor 1, 4 metadata shards). Ctrl-C stops it.\n\n" +
+			"With --nodes 3 it runs a cluster: three broker processes with a folder each, replication factor 3. Node i takes the given ports plus\n" +
+			"100(i-1). One that is killed starts again with the command that was printed for it.",
+		Example: "  malachi dev\n  malachi dev --nodes 3\n  malachi dev --data /tmp/malachi --api :0 --ops :0 --ready-file /tmp/malachi.json",
 		Args:    noArgs,
 		RunE:    func(cmd *cobra.Command, _ []string) error { return dev(cmd.Context(), f, std) },
 	}
@@ -33,6 +38,7 @@ func newDev(std streams) *cobra.Command {
 	fl.StringVar(&f.api, "api", "127.0.0.1:4040", "address of the public API; port 0 takes a free one")
 	fl.StringVar(&f.ops, "ops", "127.0.0.1:4041", "address of the operations port; port 0 takes a free one")
 	fl.StringVar(&f.readyFile, "ready-file", "", "write where the broker listens to this `FILE` once it serves")
+	fl.IntVar(&f.nodes, "nodes", 1, "broker processes to run: 1, or 3 to 9 for a cluster")
 	fl.StringVar(&f.logLevel, "log-level", "info", "debug, info, warn or error")
 	return cmd
 }
@@ -53,9 +59,20 @@ func dev(ctx context.Context, f devFlags, std streams) error {
 	if f.data == "" {
 		return usage("--data is empty: name a folder")
 	}
+	for _, addr := range []string{loopback(f.api), loopback(f.ops)} {
+		if host, _, err := net.SplitHostPort(addr); err == nil && !transport.IsLoopback(host) {
+			return usage("%s: dev serves only loopback; for others use malachi server", addr)
+		}
+	}
+	if f.nodes != 1 {
+		if f.nodes < 3 || f.nodes > 9 {
+			return usage("--nodes %d: want 1, or 3 to 9", f.nodes)
+		}
+		return devCluster(ctx, f, std)
+	}
 	return launch{
 		cfg: broker.Config{
-			Data: f.data, API: loopback(f.api), Ops: loopback(f.ops), Raft: "127.0.0.1:0", Bootstrap: true, Vnodes: 4,
+			Data: f.data, API: loopback(f.api), Ops: loopback(f.ops), RPC: "127.0.0.1:0", Raft: "127.0.0.1:0", Gossip: "127.0.0.1:0", Bootstrap: true, Vnodes: 4,
 			ElectionTimeout: 200 * time.Millisecond, DiskReserve: 64 << 20, Version: version,
 		},
 		level: level, readyFile: f.readyFile,

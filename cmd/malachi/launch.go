@@ -101,17 +101,26 @@ func (l launch) writeReady(b *broker.Broker) error {
 	if err != nil {
 		return err
 	}
-	body, err := json.Marshal(map[string]any{"nodes": []readyNode{{
-		ID: b.ID().String(), PID: os.Getpid(), Data: data, API: "http://" + b.APIAddr(), Ops: "http://" + b.OpsAddr(), Restart: l.restart(b),
+	return writeReadyFile(l.readyFile, readyNodes{Nodes: []readyNode{{
+		ID: b.ID().String(), PID: os.Getpid(), Data: data, API: b.Scheme() + "://" + b.APIAddr(), Ops: b.Scheme() + "://" + b.OpsAddr(), Restart: l.restart(b),
 	}}})
+}
+
+// readyNodes is the ready file.
+type readyNodes struct {
+	Nodes []readyNode `json:"nodes"`
+}
+
+func writeReadyFile(path string, r readyNodes) error {
+	body, err := json.Marshal(r)
 	if err != nil {
 		return err
 	}
-	temp := l.readyFile + ".tmp"
+	temp := path + ".tmp"
 	if err := os.WriteFile(temp, append(body, '\n'), 0o644); err != nil {
 		return err
 	}
-	return os.Rename(temp, l.readyFile)
+	return os.Rename(temp, path)
 }
 
 // parseLevel reads --log-level.

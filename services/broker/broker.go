@@ -8,20 +8,20 @@ package broker
 import (
 	"context"
 	"crypto/rand"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"os"
-	"path/filepath"
 	"sync/atomic"
-	"syscall"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/malachilog/malachi/services/admin"
 	"github.com/malachilog/malachi/services/controlplane"
 	"github.com/malachilog/malachi/services/coordinator"
 	"github.com/malachilog/malachi/services/fetch"
+	"github.com/malachilog/malachi/services/founding"
+	"github.com/malachilog/malachi/services/membership"
 	"github.com/malachilog/malachi/services/produce"
 	"github.com/malachilog/malachi/services/replica"
 	"github.com/malachilog/malachi/services/rpc"
@@ -30,6 +30,7 @@ import (
 	"github.com/malachilog/malachi/storage/datadir"
 	"github.com/malachilog/malachi/storage/journal"
 	"github.com/malachilog/malachi/storage/rangelog"
+	"github.com/malachilog/malachi/storage/replication"
 	"github.com/malachilog/malachi/storage/vfs"
 )
 
@@ -46,9 +47,17 @@ type Broker struct {
 	cp        *controlplane.ControlPlane
 	replicas  *replica.Service
 	coord     *coordinator.Coordinator
+	founding  *founding.Service
+	members   *membership.Membership
+	meta      membership.Meta // what this broker tells of itself
 	services  rpc.Services
 	telemetry *telemetry.Telemetry
-	api, ops  net.Listener
+	net       network
+
+	// What must run before Run does: the port for other brokers, and the gossip.
+	background     *errgroup.Group
+	backgroundCtx  context.Context
+	stopBackground context.CancelFunc
 
 	closing chan struct{} // closed when the drain begins
 	ready   atomic.Bool
@@ -66,41 +75,26 @@ func Open(ctx context.Context, cfg Config, log *slog.Logger) (_ *Broker, err err
 			err = errors.Join(err, b.close())
 		}
 	}()
-	// The ports first: a port in use must not cost a boot.
-	if b.api, err = listen("api", b.cfg.API); err != nil {
+	b.background, b.backgroundCtx = errgroup.WithContext(context.Background())
+	b.backgroundCtx, b.stopBackground = context.WithCancel(b.backgroundCtx)
+	b.net.cfg = b.cfg
+	if err := b.net.open(b.transportDeps()); err != nil { // first: a port in use must not cost a boot
 		return nil, err
-	}
-	if b.ops, err = listen("ops", b.cfg.Ops); err != nil {
-		return nil, err
-	}
-	raft, err := listen("raft", b.cfg.Raft) // the library listens for itself, later; this is only to find out
-	if err != nil {
-		return nil, err
-	}
-	if err := raft.Close(); err != nil {
-		return nil, fmt.Errorf("listen for raft: %w", err)
 	}
 	if err := b.openFolder(); err != nil {
 		return nil, fmt.Errorf("data folder %s: %w", b.cfg.Data, err)
 	}
+	if err := b.meet(ctx); err != nil {
+		return nil, err
+	}
 	if err := b.openControlPlane(ctx); err != nil {
 		return nil, err
 	}
-	return b, b.compose()
-}
-
-// ErrPortInUse: another process listens there.
-var ErrPortInUse = errors.New("port in use")
-
-func listen(name, addr string) (net.Listener, error) {
-	l, err := net.Listen("tcp", addr)
-	if errors.Is(err, syscall.EADDRINUSE) {
-		return nil, fmt.Errorf("%s %s: %w: another process listens there; choose another address for %s", name, addr, ErrPortInUse, name)
+	if err := b.compose(); err != nil {
+		return nil, err
 	}
-	if err != nil {
-		return nil, fmt.Errorf("listen for %s: %w", name, err)
-	}
-	return l, nil
+	b.net.registered(b)
+	return b, nil
 }
 
 // openFolder locks the data directory, recovers the store and raises the boot.
@@ -115,18 +109,6 @@ func (b *Broker) openFolder() (err error) {
 		return err
 	}
 	m := b.dir.Marker()
-	if m.Cluster == "" {
-		if !b.cfg.Bootstrap {
-			return fmt.Errorf("%w: it belongs to no cluster, and founding one was not asked for (bootstrap: true)", storage.ErrFolderRefused)
-		}
-		var id [16]byte
-		if _, err := rand.Read(id[:]); err != nil {
-			return err
-		}
-		if m, err = b.dir.Update(func(m *datadir.Marker) { m.Cluster, m.Founding = storage.ClusterID(id).String(), true }); err != nil {
-			return err
-		}
-	}
 	if b.self, err = storage.ParseBrokerID(m.Broker); err != nil {
 		return err
 	}
@@ -161,56 +143,24 @@ func (b *Broker) storageFailed(cause error) {
 	}
 }
 
-func (b *Broker) openControlPlane(ctx context.Context) error {
-	m := b.dir.Marker()
-	var cluster storage.ClusterID
-	raw, err := hex.DecodeString(m.Cluster)
-	if err != nil || len(raw) != len(cluster) {
-		return fmt.Errorf("cluster id %q: %w", m.Cluster, storage.ErrFolderRefused)
-	}
-	copy(cluster[:], raw)
-	raft := b.cfg.RaftDir
-	if raft == "" {
-		raft = filepath.Join(b.cfg.Data, "raft")
-	}
-	b.cp, err = controlplane.Open(ctx, controlplane.Config{
-		Dir: raft, RaftAddress: b.cfg.Raft, Vnodes: b.cfg.Vnodes, ElectionTimeout: b.cfg.ElectionTimeout,
-	}, controlplane.Identity{Cluster: cluster, Broker: b.self, Founding: m.Founding}, controlplane.Deps{Logger: b.log})
-	if errors.Is(err, syscall.EADDRINUSE) {
-		return fmt.Errorf("raft %s: %w: another process listens there; choose another address for raft", b.cfg.Raft, ErrPortInUse)
-	}
-	if err != nil {
-		return err
-	}
-	err = b.cp.Register(ctx, b.boot, b.store.Stats().LastGroup, map[string]string{"api": b.api.Addr().String(), "ops": b.ops.Addr().String()})
-	if err != nil {
-		return err
-	}
-	_, err = b.dir.Update(func(m *datadir.Marker) { m.Founding = false })
-	return err
-}
-
 // compose wires the parts together.
 func (b *Broker) compose() (err error) {
 	if b.telemetry, err = telemetry.New(); err != nil {
 		return err
 	}
-	b.replicas = replica.New(replica.Config{Self: b.self, Boot: b.boot, SegmentMaxBytes: b.cfg.SegmentMaxBytes}, replica.Deps{Store: b.store, Logger: b.log})
-	b.coord = coordinator.New(coordinator.Config{
-		Self: b.self, Boot: b.boot, SegmentMaxBytes: b.cfg.SegmentMaxBytes, SegmentMaxAge: b.cfg.SegmentMaxAge,
-	}, coordinator.Deps{
-		ControlPlane: b.cp, Local: b.replicas, Store: b.store, Logger: b.log,
-		Replicas: func(id storage.BrokerID) coordinator.Replicas {
-			if id != b.self {
-				return nil
-			}
-			return b.replicas
-		},
+	b.replicas = replica.New(replica.Config{Self: b.self, Boot: b.boot}, replica.Deps{
+		Store: b.store, Logger: b.log, Peers: b.net.peers,
+		AskPass:         func(id storage.SegmentID, why replication.Reason) { b.coord.AskPass(id, why) },
+		SegmentMaxBytes: func() int64 { return int64(b.cp.Policy().SegmentMaxBytes) },
 	})
+	b.coord = coordinator.New(coordinator.Config{Self: b.self, Boot: b.boot}, coordinator.Deps{
+		ControlPlane: b.cp, Brokers: b.brokers, Peers: b.net.peers, Local: b.replicas, Store: b.store, Logger: b.log, Replicas: b.way,
+	})
+	router := replica.NewRouter(b.replicas)
 	b.services = rpc.Services{
-		Produce: produce.New(produce.Deps{Topics: b.cp, Heads: b.coord, Primary: b.replicas, Observe: b.telemetry.Produced}),
+		Produce: produce.New(produce.Deps{Self: b.self, Topics: b.cp, Heads: b.coord, Primary: router, Observe: b.telemetry.Produced}),
 		Fetch: fetch.New(fetch.Deps{
-			Topics: b.cp, Replicas: b.replicas, Blocked: b.coord.Blocked, Closing: b.closing, Observe: b.telemetry.Fetched,
+			Topics: b.cp, Replicas: router, Blocked: b.coord.Blocked, Closing: b.closing, Observe: b.telemetry.Fetched,
 		}),
 		Admin: admin.New(admin.Deps{ControlPlane: b.cp, Local: local{b}, Self: b.self, Version: b.cfg.Version}),
 	}
@@ -218,6 +168,18 @@ func (b *Broker) compose() (err error) {
 		Journal: b.store.Stats, StorageFailed: func() bool { return b.store.Failed() != nil }, DiskFull: b.store.DiskFull,
 		Disk: b.disk, Serving: func() int { return len(b.replicas.Serving()) }, Topics: b.topics, Ready: b.ready.Load,
 	})
+}
+
+// way is the path to a broker's replicas, or nil if no address of it is known.
+func (b *Broker) way(id storage.BrokerID) coordinator.Replicas {
+	if id == b.self {
+		return b.replicas
+	}
+	r, err := replica.NewRemote(b.net.peers, id)
+	if err != nil {
+		return nil
+	}
+	return r
 }
 
 func (b *Broker) topics() (n int) {
@@ -263,17 +225,23 @@ func (b *Broker) ID() storage.BrokerID { return b.self }
 func (b *Broker) Boot() storage.Boot { return b.boot }
 
 // APIAddr and OpsAddr are the listeners' addresses.
-func (b *Broker) APIAddr() string { return b.api.Addr().String() }
+func (b *Broker) APIAddr() string { return b.net.api.Addr().String() }
 
 // OpsAddr is the address of the operations port.
-func (b *Broker) OpsAddr() string { return b.ops.Addr().String() }
+func (b *Broker) OpsAddr() string { return b.net.ops.Addr().String() }
+
+// Scheme of the API and operations ports: "http", or "https" with a certificate.
+func (b *Broker) Scheme() string { return b.net.scheme() }
 
 // close releases what Open has taken, in reverse order.
 func (b *Broker) close() error {
 	var errs []error
+	b.stopBackground()
 	if b.cp != nil {
 		errs = append(errs, b.cp.Close())
 	}
+	errs = append(errs, b.net.close()...)
+	errs = append(errs, b.background.Wait())
 	if b.store != nil {
 		errs = append(errs, b.store.Close())
 	}
@@ -282,13 +250,6 @@ func (b *Broker) close() error {
 	}
 	if b.fs != nil {
 		errs = append(errs, b.fs.Close())
-	}
-	for _, l := range []net.Listener{b.api, b.ops} {
-		if l != nil {
-			if err := l.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
-				errs = append(errs, err)
-			}
-		}
 	}
 	return errors.Join(errs...)
 }

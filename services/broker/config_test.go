@@ -19,7 +19,7 @@ func TestValidateReportsEveryFault(t *testing.T) {
 		t.Errorf("the defaults: %v", err)
 	}
 	err := Config{
-		API: "0.0.0.0:4040", Ops: ":4041", Raft: "127.0.0.1:http", Vnodes: 1025, ElectionTimeout: time.Hour, DrainGrace: -1, SegmentMaxBytes: 1,
+		API: "10.0.0.1:4040", Ops: ":4041", Raft: "127.0.0.1:http", Vnodes: 1025, ElectionTimeout: time.Hour, DrainGrace: -1, SegmentMaxBytes: 1,
 		SegmentMaxAge: 1, JournalFileBytes: 16<<20 + 1, JournalMaxBytes: 1 << 20,
 	}.Validate()
 	if !errors.Is(err, storage.ErrInvalid) {
@@ -45,7 +45,7 @@ func TestValidateReportsEveryFault(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "api has this port already") {
 		t.Errorf("got %v", err)
 	}
-	if err = (Config{Data: "d", API: "127.0.0.1:0", Ops: "127.0.0.1:0", Raft: "127.0.0.1:0"}).Validate(); err != nil {
+	if err = (Config{Data: "d", API: "127.0.0.1:0", Ops: "127.0.0.1:0", RPC: "127.0.0.1:0", Raft: "127.0.0.1:0", Gossip: "127.0.0.1:0"}).Validate(); err != nil {
 		t.Error(err)
 	}
 }
@@ -57,7 +57,7 @@ func TestPathThatIsNoFolder(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, data := range []string{file, filepath.Join(file, "below")} {
-		_, err := Open(t.Context(), Config{Data: data, API: "127.0.0.1:0", Ops: "127.0.0.1:0", Raft: "127.0.0.1:0", Bootstrap: true},
+		_, err := Open(t.Context(), Config{Data: data, API: "127.0.0.1:0", Ops: "127.0.0.1:0", RPC: "127.0.0.1:0", Raft: "127.0.0.1:0", Gossip: "127.0.0.1:0", Bootstrap: true},
 			slog.New(slog.DiscardHandler))
 		if !errors.Is(err, storage.ErrFolderRefused) {
 			t.Errorf("%s: %v", data, err)

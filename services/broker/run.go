@@ -47,11 +47,12 @@ func (b *Broker) Run(ctx context.Context) (err error) {
 	loops, loopsCtx := errgroup.WithContext(loopsCtx)
 	loops.Go(func() error { return b.coord.Run(loopsCtx) })
 	loops.Go(func() error { return b.cp.Run(loopsCtx) })
+	loops.Go(func() error { return b.replicas.Run(loopsCtx) })
 	loops.Go(func() error { return b.refresh(loopsCtx) })
 	for _, s := range []struct {
 		server *http.Server
 		on     net.Listener
-	}{{api, rpc.Patient(b.api)}, {ops, b.ops}} {
+	}{{api, rpc.Patient(b.net.public(b.net.api, "api", b.transportDeps()))}, {ops, b.net.public(b.net.ops, "ops", b.transportDeps())}} {
 		loops.Go(func() error {
 			if err := s.server.Serve(s.on); !errors.Is(err, http.ErrServerClosed) {
 				return fmt.Errorf("serve: %w", err)
@@ -64,6 +65,7 @@ func (b *Broker) Run(ctx context.Context) (err error) {
 	select {
 	case <-ctx.Done():
 	case <-loopsCtx.Done(): // something that must run has ended
+	case <-b.backgroundCtx.Done():
 	}
 	b.ready.Store(false)
 	for _, s := range []string{"", malachiv1connect.ProduceServiceName, malachiv1connect.FetchServiceName, malachiv1connect.AdminServiceName} {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -32,6 +33,8 @@ type ControlPlane struct {
 	start  metadata.Nonce          // of this start of the process: a repeated Register is the same intent
 
 	changes watchers
+	roots   signal // a token after each change of root's state
+	groups  groups // what the membership loop knows
 
 	stopOnce sync.Once
 	stopped  chan struct{} // closed when a replica has stopped; then stopErr is set
@@ -51,8 +54,8 @@ func Open(ctx context.Context, cfg Config, id Identity, deps Deps) (*ControlPlan
 	if err := cfg.Validate(); err != nil {
 		return nil, fmt.Errorf("open control plane: %w", err)
 	}
-	if id.Broker == 0 || id.Cluster.IsZero() {
-		return nil, fmt.Errorf("open control plane: no broker or cluster id: %w", storage.ErrInvalid)
+	if id.Broker == 0 || id.Cluster.IsZero() || id.Founding && id.Joining {
+		return nil, fmt.Errorf("open control plane: no broker or cluster id, or both founding and joining: %w", storage.ErrInvalid)
 	}
 	c := &ControlPlane{cfg: cfg.withDefaults(), id: id, deps: deps.withDefaults(), stopped: make(chan struct{}),
 		closed: make(chan struct{})}
@@ -69,11 +72,12 @@ func Open(ctx context.Context, cfg Config, id Identity, deps Deps) (*ControlPlan
 	if err != nil {
 		return nil, fmt.Errorf("open control plane: %w", err)
 	}
-	if fresh && !id.Founding {
+	if fresh && !id.Founding && !id.Joining {
 		return nil, fmt.Errorf("open control plane: %s holds no metadata of broker %s, which has been part of a cluster before: %w",
 			c.cfg.Dir, id.Broker, storage.ErrFolderRefused)
 	}
-	if c.host, err = openHost(c.cfg, id, c.deps, c.leaderChanged); err != nil {
+	ev := events{leader: c.leaderChanged, members: c.groups.changed, deleted: c.replicaDeleted, recorded: c.recordedAddress}
+	if c.host, err = openHost(c.cfg, id, c.deps, ev); err != nil {
 		return nil, fmt.Errorf("open control plane: %w", err)
 	}
 	if err := c.openRoot(ctx); err != nil {
@@ -96,41 +100,38 @@ func (d Deps) withDefaults() Deps {
 	if d.Level == 0 {
 		d.Level = storage.CurrentLevel
 	}
+	if d.Alive == nil {
+		d.Alive = func(storage.BrokerID) bool { return true }
+	}
+	if d.Absent == nil {
+		d.Absent = func(storage.BrokerID) time.Duration { return 0 }
+	}
+	if d.ChooseVoters == nil {
+		d.ChooseVoters = chooseVoters
+	}
 	return d
 }
 
 // openRoot starts root's replica and founds the cluster where that is due.
 func (c *ControlPlane) openRoot(ctx context.Context) error {
-	if err := c.host.start(rootShard, c.id.Founding, true, c.root.create); err != nil {
+	if err := c.host.start(rootShard, c.id.Founding, c.id.Founding, c.root.create); err != nil {
 		return fmt.Errorf("start root: %w", err)
 	}
-	st, err := c.readRoot(ctx)
+	c.root.started.Store(true)
+	st, err := c.awaitRoot(ctx)
 	if err != nil {
 		return fmt.Errorf("read root: %w", err)
 	}
 	if !st.Founded() {
-		if !c.id.Founding {
-			return fmt.Errorf("root knows no cluster, and this start may not found one: %w", storage.ErrFolderRefused)
-		}
-		nonce, err := c.NewNonce()
-		if err != nil {
+		if st, err = c.found(ctx); err != nil {
 			return err
 		}
-		res, err := c.proposeRoot(ctx, &root.Found{Cluster: c.id.Cluster, Vnodes: c.cfg.Vnodes, Broker: c.id.Broker,
-			Level: c.deps.Level, Nonce: nonce})
-		if err != nil {
-			return fmt.Errorf("found the cluster: %w", err)
-		}
-		if res.Outcome != root.OutcomeOK {
-			return fmt.Errorf("found the cluster: %s: %w", res.Detail, storage.ErrFolderRefused)
-		}
-		if st, err = c.readRoot(ctx); err != nil {
-			return fmt.Errorf("read root: %w", err)
-		}
-		c.log.Info("cluster founded", "cluster", c.id.Cluster, "broker", c.id.Broker, "vnodes", len(st.Ring.Vnodes))
 	}
 	if st.Cluster != c.id.Cluster {
 		return fmt.Errorf("the folder belongs to cluster %s, not %s: %w", st.Cluster, c.id.Cluster, storage.ErrFolderRefused)
+	}
+	if st.WasRemoved(c.id.Broker) {
+		return fmt.Errorf("broker %s was removed from the cluster: %w", c.id.Broker, storage.ErrFolderRefused)
 	}
 	if n := len(st.Ring.Vnodes); n != c.cfg.Vnodes {
 		c.log.Info("the recorded ring counts, not the configuration", "recorded_vnodes", n, "configured_vnodes", c.cfg.Vnodes)
@@ -138,7 +139,54 @@ func (c *ControlPlane) openRoot(ctx context.Context) error {
 	return nil
 }
 
-// Register announces this start of the broker to root, then starts this broker's vnode replicas and returns when each answers. boot
+// awaitRoot reads root as soon as it has a quorum: the other brokers may start later than this one, so only ctx ends the wait.
+func (c *ControlPlane) awaitRoot(ctx context.Context) (*root.State, error) {
+	for warned := false; ; {
+		st, err := c.readRoot(ctx)
+		if err == nil || ctx.Err() != nil || !errors.Is(err, storage.ErrUnavailable) {
+			return st, err
+		}
+		if !warned {
+			c.log.Warn("waiting for a quorum of the root group", "err", err)
+			warned = true
+		}
+	}
+}
+
+func (c *ControlPlane) found(ctx context.Context) (*root.State, error) {
+	if !c.id.Founding {
+		return nil, fmt.Errorf("root knows no cluster, and this start may not found one: %w", storage.ErrFolderRefused)
+	}
+	nonce, err := c.NewNonce()
+	if err != nil {
+		return nil, err
+	}
+	res, err := c.proposeRoot(ctx, &root.Found{Cluster: c.id.Cluster, Vnodes: c.cfg.Vnodes, Broker: c.id.Broker, Level: c.deps.Level,
+		Nonce: nonce, Brokers: c.foundingBrokers()})
+	if err != nil {
+		return nil, fmt.Errorf("found the cluster: %w", err)
+	}
+	if res.Outcome != root.OutcomeOK {
+		return nil, fmt.Errorf("found the cluster: %s: %w", res.Detail, storage.ErrFolderRefused)
+	}
+	st, err := c.readRoot(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("read root: %w", err)
+	}
+	c.log.Info("cluster founded", "cluster", c.id.Cluster, "broker", c.id.Broker, "vnodes", len(st.Ring.Vnodes))
+	return st, nil
+}
+
+// foundingBrokers is 0 for one, which is what a log of before there were more says.
+func (c *ControlPlane) foundingBrokers() int {
+	if c.cfg.FoundingBrokers == 1 {
+		return 0
+	}
+	return c.cfg.FoundingBrokers
+}
+
+// Register announces this start of the broker to root, then starts this broker's replicas of all vnodes and returns when each
+// answers; from then on it may be made a voter. boot
 // must have been raised and synced on the broker's disk before; journalGroup is the last durable group of its journal; addresses
 // ("api", "ops", "rpc") are for others to find it. It may be called again after an error that is not final.
 //
@@ -151,7 +199,7 @@ func (c *ControlPlane) Register(ctx context.Context, boot storage.Boot, journalG
 	}
 	if storage.Boot(c.boot.Load()) != boot || boot == 0 {
 		res, err := c.proposeRoot(ctx, &root.RegisterBroker{ID: c.id.Broker, Boot: boot, JournalGroup: journalGroup, Nonce: c.start,
-			Addresses: all, AdvertisedLevel: c.deps.Level})
+			Addresses: all, Attributes: c.deps.Attributes, AdvertisedLevel: c.deps.Level, Time: c.now()})
 		if err == nil {
 			err = rootError(res)
 		}
@@ -160,20 +208,40 @@ func (c *ControlPlane) Register(ctx context.Context, boot storage.Boot, journalG
 		}
 		c.boot.Store(uint64(boot))
 	}
-	if err := c.startVnodes(ctx); err != nil {
+	err := c.startVnodes(ctx)
+	if err == nil {
+		err = c.becomeReady(ctx, boot)
+	}
+	if err != nil {
 		return fmt.Errorf("register broker %s: %w", c.id.Broker, err)
 	}
 	return nil
 }
 
-// startVnodes starts the replicas that the ring places here, all at once, and returns when each answers.
+// becomeReady tells root that all replicas have caught up. In this order: once root knows, one of them may vote.
+func (c *ControlPlane) becomeReady(ctx context.Context, boot storage.Boot) error {
+	shards := []uint64{rootShard}
+	for _, r := range c.routes.Load().vnodes {
+		shards = append(shards, r.shard)
+	}
+	if err := c.host.complete(shards); err != nil {
+		return err
+	}
+	res, err := c.proposeRoot(ctx, &root.BrokerReady{ID: c.id.Broker, Boot: boot, Generation: c.host.generation})
+	if err != nil {
+		return err
+	}
+	return rootError(res)
+}
+
+// startVnodes starts the replicas of all vnodes, all at once, and returns when each answers.
 func (c *ControlPlane) startVnodes(ctx context.Context) error {
 	st := c.root.state.Load()
 	g, ctx := errgroup.WithContext(ctx)
 	rt := c.routes.Load()
 	for _, rec := range st.Ring.Vnodes {
 		r := rt.vnode(rec.ID)
-		if r == nil || !r.local {
+		if r == nil {
 			continue
 		}
 		g.Go(func() error {
@@ -188,10 +256,12 @@ func (c *ControlPlane) startVnodes(ctx context.Context) error {
 
 func (c *ControlPlane) startVnode(ctx context.Context, st *root.State, rec root.Vnode, r *vnodeReplica) error {
 	if !r.started.Load() {
-		if err := c.host.start(r.shard, !rec.Confirmed, len(rec.Members) == 1, r.create); err != nil {
+		founded := !rec.Confirmed && slices.Contains(rec.Members, c.id.Broker)
+		if err := c.host.start(r.shard, founded, len(st.Brokers) <= 1, r.create); err != nil {
 			return err
 		}
 		r.started.Store(true)
+		c.groups.changed(r.shard)
 	}
 	v, err := c.readVnode(ctx, r)
 	if err != nil {
@@ -217,19 +287,30 @@ func (c *ControlPlane) startVnode(ctx context.Context, st *root.State, rec root.
 	return rootError(res)
 }
 
-// Run watches over the replicas. It returns nil when ctx ends or the control plane is closed, and storage.ErrNewerFormat when a
-// replica has met a command, snapshot or cluster level above what this process understands: it has stopped before it, every call
-// fails from then on, and the process must end with exit code 78.
+// Run keeps the members of the Raft groups as they should be, and watches over the replicas. It returns nil when ctx ends or the
+// control plane is closed; storage.ErrNewerFormat when a replica has met a command, snapshot or cluster level above what this process
+// understands: it has stopped before it, every call fails from then on, and the process must end with exit code 78;
+// storage.ErrFolderRefused when this broker was removed from the cluster; and ErrRetired.
 func (c *ControlPlane) Run(ctx context.Context) error {
-	select {
-	case <-ctx.Done():
-		return nil
-	case <-c.closed:
-		return nil
-	case <-c.stopped:
-		return c.stopErr
+	g, ctx := errgroup.WithContext(ctx)
+	g.Go(func() error { return c.keepMembers(ctx) })
+	g.Go(func() error {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-c.closed:
+			return errEnd // ends the loop too
+		case <-c.stopped:
+			return c.stopErr
+		}
+	})
+	if err := g.Wait(); !errors.Is(err, errEnd) {
+		return err
 	}
+	return nil
 }
+
+var errEnd = errors.New("closed")
 
 // Close stops the replicas and the Raft host. What was answered is durable already. Calls under way fail with storage.ErrClosed.
 func (c *ControlPlane) Close() error {
@@ -284,7 +365,8 @@ func rootError(res root.Result) error {
 	switch res.Outcome {
 	case root.OutcomeOK:
 		return nil
-	case root.OutcomeCloneOrRollback, root.OutcomeStaleBoot, root.OutcomeUnknownBroker, root.OutcomeFounded, root.OutcomeNotFounded:
+	case root.OutcomeCloneOrRollback, root.OutcomeStaleBoot, root.OutcomeUnknownBroker, root.OutcomeFounded, root.OutcomeNotFounded,
+		root.OutcomeRemoved:
 		kind = storage.ErrFolderRefused
 	case root.OutcomeLimit:
 		kind = storage.ErrTooLarge
@@ -357,13 +439,13 @@ func (c *ControlPlane) Status() Status {
 		Boot: storage.Boot(c.boot.Load()), Err: c.failed()}
 	s.Ready = s.Boot != 0 && s.Err == nil && st.Founded()
 	for _, r := range c.routes.Load().vnodes {
-		leader := storage.BrokerID(r.leader.Load())
-		v := VnodeStatus{Vnode: r.vnode, Local: r.local, Leader: leader == c.id.Broker, HasLeader: leader != 0,
+		leader := r.leader.Load()
+		v := VnodeStatus{Vnode: r.vnode, Local: r.started.Load(), Leader: leader == c.host.replica, HasLeader: leader != 0,
 			Applied: r.applied.Load()}
 		view := r.view.Load()
 		v.Topics, v.Deleting = view.Len()
 		s.Vnodes = append(s.Vnodes, v)
-		s.Ready = s.Ready && v.HasLeader && (!r.local || view.Initialized())
+		s.Ready = s.Ready && v.HasLeader && view.Initialized()
 	}
 	return s
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/lni/dragonboat/v4/raftpb"
 	"golang.org/x/sys/unix"
 
+	"github.com/malachilog/malachi/services/controlplane/root"
 	"github.com/malachilog/malachi/storage"
 )
 
@@ -22,6 +23,7 @@ import (
 const (
 	identityFile = "IDENTITY"      // "cluster X broker Y\n": whose folder this is; made first, never changed
 	levelFile    = "LEVEL"         // "level N\n": a process that understands less than N refuses the folder unread
+	joinedFile   = "JOINED"        // "generation N joining\n", later "generation N\n": the replicas joined groups that others founded
 	lockFile     = "LOCK.malachi"  // held while the folder is open
 	statusFile   = "dragonboat.ds" // the library's record of what it was opened with
 )
@@ -105,6 +107,43 @@ func writeLevel(dir string, level storage.Level) error {
 		return err
 	}
 	return replaceFile(filepath.Join(dir, levelFile), fmt.Appendf(nil, "level %d\n", level))
+}
+
+// openGeneration returns the generation of the folder's replicas, and raises it where id asks for a higher one. joined: they came into
+// their groups by joining; no group was founded here. joining: not all of them have yet, so that one that is missing may be made.
+func openGeneration(dir string, id Identity) (generation uint32, joined, joining bool, err error) {
+	path := filepath.Join(dir, joinedFile)
+	b, err := os.ReadFile(path)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return 0, false, false, fmt.Errorf("read the generation of the raft folder: %w", err)
+	}
+	if err == nil {
+		text, joining := strings.CutSuffix(strings.TrimSuffix(string(b), "\n"), " joining")
+		digits, ok := strings.CutPrefix(text, "generation ")
+		n, err := strconv.ParseUint(digits, 10, 32)
+		if !ok || err != nil || n > root.MaxGeneration {
+			return 0, false, false, fmt.Errorf("%s holds %.40q, want \"generation N\": %w", path, b, storage.ErrCorrupt)
+		}
+		if uint32(n) >= id.Generation {
+			return uint32(n), true, joining, nil
+		}
+	} else if id.Generation == 0 && !id.Joining {
+		return 0, false, false, nil
+	}
+	if id.Generation > root.MaxGeneration {
+		return 0, false, false, fmt.Errorf("generation %d: %w", id.Generation, storage.ErrInvalid)
+	}
+	// On disk before the first replica of the generation: a later start knows that what is missing was never there.
+	if err := replaceFile(path, fmt.Appendf(nil, "generation %d joining\n", id.Generation)); err != nil {
+		return 0, false, false, err
+	}
+	return id.Generation, true, true, nil
+}
+
+// completeGeneration records that all replicas are there. It is on disk before any of them may vote, so one that is missing
+// afterwards is never made anew: it might forget a vote.
+func completeGeneration(dir string, generation uint32) error {
+	return replaceFile(filepath.Join(dir, joinedFile), fmt.Appendf(nil, "generation %d\n", generation))
 }
 
 // replaceFile writes a file whole or not at all, and durably.

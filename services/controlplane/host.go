@@ -8,14 +8,15 @@ import (
 	"io"
 	"net"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"time"
 
 	"github.com/lni/dragonboat/v4"
 	"github.com/lni/dragonboat/v4/config"
-	"github.com/lni/dragonboat/v4/raftio"
 	sm "github.com/lni/dragonboat/v4/statemachine"
 
+	"github.com/malachilog/malachi/e2e/inv/mutate"
 	"github.com/malachilog/malachi/storage"
 )
 
@@ -25,23 +26,40 @@ const (
 	vnodeShard uint64 = 16 // + vnode
 )
 
-// A read waits this long for its group before it is tried again; a proposal, whose retry costs a log entry, a little longer.
+// A read waits this long for its group before it is tried again; a proposal, whose retry costs a log entry, a little longer, and
+// longer each time: what is sent to a leader that died, or to which the library has no connection yet, is lost without a word.
 const (
 	readAttempt    = 300 * time.Millisecond
-	proposeAttempt = time.Second
+	proposeAttempt = 400 * time.Millisecond // the first
+	proposeLongest = time.Second
+	memberAttempt  = 2 * time.Second
 )
 
 // host is the Raft library with one folder and one listener.
 type host struct {
 	cfg     Config
 	id      Identity
-	address string // that it listens on
-	nh      *dragonboat.NodeHost
-	lock    io.Closer
+	address string // under which others reach it
+
+	generation uint32
+	replica    uint64      // this broker's replica id in every group
+	joined     bool        // its replicas joined groups that others founded
+	joining    atomic.Bool // they are not complete yet: one that is missing may be made by joining
+
+	nh   *dragonboat.NodeHost
+	lock io.Closer
+}
+
+// events are what the library tells us. They are called on the library's own goroutines and must not block.
+type events struct {
+	leader   func(shard, replica uint64)
+	members  func(shard uint64)
+	deleted  func(shard, replica uint64)
+	recorded func(storage.BrokerID) (string, bool)
 }
 
 // openHost takes the folder, opens it and listens. storage.ErrFolderRefused: in use, or of another broker or cluster.
-func openHost(cfg Config, id Identity, deps Deps, leader func(shard uint64, leader storage.BrokerID)) (h *host, err error) {
+func openHost(cfg Config, id Identity, deps Deps, ev events) (h *host, err error) {
 	lock, err := lockFolder(cfg.Dir)
 	if err != nil {
 		return nil, err
@@ -64,16 +82,21 @@ func openHost(cfg Config, id Identity, deps Deps, leader func(shard uint64, lead
 	if err := adoptHostname(cfg.Dir); err != nil {
 		return nil, err
 	}
+	generation, joined, joining, err := openGeneration(cfg.Dir, id)
+	if err != nil {
+		return nil, err
+	}
 	routeRaftLog(deps.Logger)
-	h = &host{cfg: cfg, id: id, lock: lock}
-	if err := h.listen(deps, leader); err != nil {
+	h = &host{cfg: cfg, id: id, lock: lock, generation: generation, replica: replicaOf(id.Broker, generation), joined: joined}
+	h.joining.Store(joining)
+	if err := h.listen(deps, ev); err != nil {
 		return nil, err
 	}
 	return h, nil
 }
 
 // listen opens the library on the configured address, or on a free port of it.
-func (h *host) listen(deps Deps, leader func(shard uint64, leader storage.BrokerID)) error {
+func (h *host) listen(deps Deps, ev events) error {
 	wanted, port, err := net.SplitHostPort(h.cfg.RaftAddress)
 	if err != nil {
 		return fmt.Errorf("raft address %q: %w", h.cfg.RaftAddress, storage.ErrInvalid)
@@ -82,19 +105,22 @@ func (h *host) listen(deps Deps, leader func(shard uint64, leader storage.Broker
 		wanted = "127.0.0.1"
 	}
 	for attempt := 0; ; attempt++ {
-		h.address = net.JoinHostPort(wanted, port)
+		listen := net.JoinHostPort(wanted, port)
 		if port == "0" {
-			if h.address, err = freeAddress(wanted); err != nil {
+			if listen, err = freeAddress(wanted); err != nil {
 				return fmt.Errorf("listen for raft on %s: %w", wanted, err)
 			}
 		}
-		h.nh, err = newNodeHost(h.nodeHostConfig(deps, leader))
+		if h.address = h.cfg.RaftAdvertise; h.address == "" {
+			h.address = listen
+		}
+		h.nh, err = newNodeHost(h.nodeHostConfig(listen, deps, ev))
 		if err == nil {
 			return nil
 		}
 		// Between our look and the library's bind someone may have taken a picked port: pick another.
 		if port != "0" || !errors.Is(err, syscall.EADDRINUSE) || attempt == 4 {
-			return hostError(err, h.cfg.Dir, h.address)
+			return hostError(err, h.cfg.Dir, listen)
 		}
 	}
 }
@@ -141,7 +167,7 @@ func freeAddress(hostname string) (string, error) {
 	return net.JoinHostPort(hostname, port), nil
 }
 
-func (h *host) nodeHostConfig(deps Deps, leader func(uint64, storage.BrokerID)) config.NodeHostConfig {
+func (h *host) nodeHostConfig(listen string, deps Deps, ev events) config.NodeHostConfig {
 	return config.NodeHostConfig{
 		// Messages of another cluster are dropped, and a folder of another cluster is refused.
 		DeploymentID:   max(1, binary.LittleEndian.Uint64(h.id.Cluster[:8])),
@@ -149,13 +175,20 @@ func (h *host) nodeHostConfig(deps Deps, leader func(uint64, storage.BrokerID)) 
 		NodeHostDir:    h.cfg.Dir,
 		RTTMillisecond: h.rtt(),
 		RaftAddress:    h.address,
+		ListenAddress:  listen,
+		MutualTLS:      deps.TLS != TLSFiles{},
+		CAFile:         deps.TLS.CAFile,
+		CertFile:       deps.TLS.CertFile,
+		KeyFile:        deps.TLS.KeyFile,
 		Expert: config.ExpertConfig{
 			// One shard of each: all groups share one fsync. Hashed into the folder; can't change later.
-			Engine:              config.EngineConfig{ExecShards: 1, CommitShards: 1, ApplyShards: 4, SnapshotShards: 2, CloseShards: 2},
-			LogDB:               logDBConfig(),
-			NodeRegistryFactory: &registryFactory{self: h.id.Broker, address: h.address, others: deps.Addresses},
+			Engine: config.EngineConfig{ExecShards: 1, CommitShards: 1, ApplyShards: 4, SnapshotShards: 2, CloseShards: 2},
+			LogDB:  logDBConfig(),
+			NodeRegistryFactory: &registryFactory{self: h.id.Broker, replica: h.replica, address: h.address, others: deps.Addresses,
+				recorded: ev.recorded},
 		},
-		RaftEventListener: leaderListener(leader),
+		RaftEventListener:   listener{ev: ev},
+		SystemEventListener: listener{ev: ev},
 	}
 }
 
@@ -174,39 +207,98 @@ func logDBConfig() config.LogDBConfig {
 // rtt is the library's clock tick in milliseconds: a tenth of the election timeout.
 func (h *host) rtt() uint64 { return uint64(max(10, h.cfg.ElectionTimeout.Milliseconds()/10)) }
 
-func (h *host) shardConfig(shard uint64, alone bool) config.Config {
+func (h *host) shardConfig(shard uint64, alone, nonVoting bool) config.Config {
 	c := config.Config{
-		ReplicaID:          uint64(h.id.Broker),
-		ShardID:            shard,
-		CheckQuorum:        true,
-		PreVote:            true,
-		ElectionRTT:        10,
-		HeartbeatRTT:       1,
-		SnapshotEntries:    uint64(h.cfg.SnapshotEntries),
-		CompactionOverhead: uint64(h.cfg.SnapshotEntries)/20 + 1,
-		MaxInMemLogSize:    64 << 20,
+		ReplicaID:           h.replica,
+		ShardID:             shard,
+		CheckQuorum:         true,
+		PreVote:             true,
+		ElectionRTT:         10,
+		HeartbeatRTT:        heartbeatTicks,
+		SnapshotEntries:     uint64(h.cfg.SnapshotEntries),
+		CompactionOverhead:  uint64(h.cfg.SnapshotEntries)/20 + 1,
+		MaxInMemLogSize:     64 << 20,
+		OrderedConfigChange: true, // each change of members is a compare-and-set on the one before
+		IsNonVoting:         nonVoting,
 	}
 	if alone {
 		// Nobody else could be the leader, so nobody need be waited for. Not recorded: a grown group gets the full timeout at its
 		// next start.
-		c.ElectionRTT = 3
+		c.ElectionRTT, c.HeartbeatRTT = 5, 1
 	}
 	return c
 }
 
-// start starts this broker's replica of a group. A replica that this folder has never held is made from nothing only if mayCreate;
-// else storage.ErrFolderRefused: it once had a vote and state, and an empty one would forget both.
-func (h *host) start(shard uint64, mayCreate, alone bool, create sm.CreateConcurrentStateMachineFunc) error {
-	cfg := h.shardConfig(shard, alone)
+// heartbeatTicks is how many clock ticks lie between two heartbeats of a leader.
+const heartbeatTicks = 2
+
+// start starts this broker's replica of a group. A replica that this folder has never held is made from nothing only if mayFound,
+// and by joining only while the folder's replicas are not complete; else storage.ErrFolderRefused: it once had a vote and state,
+// and an empty one would forget both.
+func (h *host) start(shard uint64, mayFound, alone bool, machine sm.CreateConcurrentStateMachineFunc) error {
 	var members map[uint64]dragonboat.Target
-	if !h.nh.HasNodeInfo(shard, cfg.ReplicaID) {
-		if !mayCreate {
+	join := false
+	if !h.nh.HasNodeInfo(shard, h.replica) {
+		switch {
+		case h.joining.Load() || mutate.On("controlplane.join-over-lost-replica"):
+			join = true
+		case mayFound && !h.joined:
+			members = map[uint64]dragonboat.Target{h.replica: nodeHostID(h.id.Broker)}
+		default:
 			return fmt.Errorf("%s has lost this broker's replica: %w", h.cfg.Dir, storage.ErrFolderRefused)
 		}
-		members = map[uint64]dragonboat.Target{cfg.ReplicaID: nodeHostID(h.id.Broker)}
 	}
-	if err := h.nh.StartConcurrentReplica(members, false, create, cfg); err != nil && !errors.Is(err, dragonboat.ErrShardAlreadyExist) {
+	// A replica that joined is told on each start that it does not vote; its own log then says whether it was promoted since. One
+	// that founded its group must not be told so.
+	err := h.nh.StartConcurrentReplica(members, join, machine, h.shardConfig(shard, alone && !h.joined, h.joined))
+	if err != nil && !errors.Is(err, dragonboat.ErrShardAlreadyExist) {
 		return fmt.Errorf("start raft replica: %w", err)
+	}
+	return nil
+}
+
+// complete records that all replicas are there, and drops what earlier generations of them left.
+func (h *host) complete(shards []uint64) error {
+	if !h.joining.Load() {
+		return nil
+	}
+	if err := completeGeneration(h.cfg.Dir, h.generation); err != nil {
+		return err
+	}
+	h.joining.Store(false)
+	for g := range h.generation {
+		for _, shard := range shards {
+			if old := replicaOf(h.id.Broker, g); h.nh.HasNodeInfo(shard, old) {
+				if err := h.nh.RemoveData(shard, old); err != nil {
+					return fmt.Errorf("drop a retired raft replica: %w", err)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// membership is who is in a group, by a linearizable read.
+func (h *host) membership(ctx context.Context, shard uint64) (*dragonboat.Membership, error) {
+	ctx, cancel := context.WithTimeout(ctx, readAttempt)
+	defer cancel()
+	return h.nh.SyncGetShardMembership(ctx, shard)
+}
+
+// changeMembers makes one change of a group's members if none was made since the one numbered version.
+func (h *host) changeMembers(ctx context.Context, shard, version uint64, ch change) error {
+	ctx, cancel := context.WithTimeout(ctx, memberAttempt)
+	defer cancel()
+	target := nodeHostID(ch.broker)
+	switch ch.kind {
+	case addNonVoting:
+		return h.nh.SyncRequestAddNonVoting(ctx, shard, ch.replica, target, version)
+	case promote:
+		return h.nh.SyncRequestAddReplica(ctx, shard, ch.replica, target, version)
+	case remove:
+		return h.nh.SyncRequestDeleteReplica(ctx, shard, ch.replica, version)
+	case transfer:
+		return h.nh.RequestLeaderTransfer(shard, ch.replica)
 	}
 	return nil
 }
@@ -228,8 +320,8 @@ func (h *host) propose(ctx context.Context, shard uint64, cmd []byte) ([]byte, e
 	defer cancel()
 	session := h.nh.GetNoOPSession(shard)
 	taken := false
-	for {
-		attempt, stop := context.WithTimeout(ctx, proposeAttempt)
+	for wait := proposeAttempt; ; wait = min(wait*5/4, proposeLongest) {
+		attempt, stop := context.WithTimeout(ctx, wait)
 		res, err := h.nh.SyncPropose(attempt, session, cmd)
 		stop()
 		switch {
@@ -306,11 +398,4 @@ func (h *host) read(ctx context.Context, shard uint64) (any, error) {
 			return nil, fate(ctx, err, false)
 		}
 	}
-}
-
-// leaderListener passes on who leads which group.
-type leaderListener func(shard uint64, leader storage.BrokerID)
-
-func (l leaderListener) LeaderUpdated(info raftio.LeaderInfo) {
-	l(info.ShardID, storage.BrokerID(info.LeaderID))
 }

@@ -320,29 +320,43 @@ func (a addressBook) RaftAddress(b storage.BrokerID) (string, bool) {
 }
 
 func TestRegistryFollowsAddresses(t *testing.T) {
-	book := addressBook{2: "b:1"}
-	made, err := (&registryFactory{self: 1, address: "a:1", others: book}).Create("", 0, nil)
+	const self, other, silent, recorded storage.BrokerID = 0x1000, 0x2000, 0x3000, 0x4000
+	book := addressBook{other: "b:1"}
+	made, err := (&registryFactory{self: self, replica: uint64(self), address: "a:1", others: book,
+		recorded: func(b storage.BrokerID) (string, bool) { return "d:1", b == recorded }}).Create("", 0, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	made.Add(rootShard, 10, nodeHostID(1))
-	made.Add(rootShard, 20, nodeHostID(2))
-	made.Add(rootShard, 30, nodeHostID(3))
-	for replica, want := range map[uint64]string{10: "a:1", 20: "b:1", 30: "", 40: ""} {
+	for _, b := range []storage.BrokerID{self, other, silent, recorded} {
+		made.Add(rootShard, uint64(b), nodeHostID(b))
+	}
+	made.Add(rootShard, replicaOf(other, 3), nodeHostID(other))
+	resolve := func(replica uint64, want string) {
+		t.Helper()
 		got, _, err := made.Resolve(rootShard, replica)
 		if got != want || (want == "") != errors.Is(err, storage.ErrUnavailable) {
-			t.Errorf("replica %d: %q, %v, want %q", replica, got, err, want)
+			t.Errorf("replica %x: %q, %v, want %q", replica, got, err, want)
 		}
 	}
-	book[2] = "c:9"
-	if got, _, err := made.Resolve(rootShard, 20); got != "c:9" {
-		t.Errorf("a moved broker: %q, %v", got, err)
+	for replica, want := range map[uint64]string{uint64(self): "a:1", uint64(other): "b:1", replicaOf(other, 3): "b:1",
+		replicaOf(other, 2): "b:1", uint64(silent): "", uint64(recorded): "d:1", 0x5000: ""} { // of generation 2 no group has told yet
+		resolve(replica, want)
 	}
-	made.Remove(rootShard, 20)
+	made.Add(rootShard, uint64(silent), "127.0.0.1:7") // it spoke to us
+	made.Add(rootShard, 0x5000, "127.0.0.1:8")
+	made.Add(rootShard, uint64(recorded), "d:2")
+	made.Add(rootShard, uint64(other), "127.0.0.1:9") // the address book counts more
+	for replica, want := range map[uint64]string{uint64(silent): "127.0.0.1:7", 0x5000: "127.0.0.1:8", uint64(recorded): "d:2",
+		uint64(other): "b:1"} {
+		resolve(replica, want)
+	}
+	book[other] = "c:9"
+	resolve(uint64(other), "c:9")
+	made.Remove(rootShard, uint64(silent))
+	resolve(uint64(silent), "127.0.0.1:7") // its last messages are answered
 	made.RemoveShard(rootShard)
-	if _, _, err := made.Resolve(rootShard, 10); err == nil {
-		t.Error("a removed group is still known")
-	}
+	resolve(uint64(recorded), "d:2")
+	resolve(0x6000, "")
 }
 
 // TestDamagedRaftFolderIsRefused: the library panics over some of this; the process must not.

@@ -17,12 +17,16 @@ import (
 var pureImports = map[string]bool{
 	"bufio": true, "bytes": true, "encoding/binary": true, "errors": true, "fmt": true, "hash": true, "hash/crc32": true, "io": true,
 	"maps": true, "math": true, "math/bits": true, "slices": true, "strings": true, "unicode/utf8": true,
+	"time":                         true, // for durations: see pureTime
 	"github.com/cespare/xxhash/v2": true, "github.com/google/btree": true, "google.golang.org/protobuf/proto": true,
 	"github.com/malachilog/malachi/e2e/inv/mutate":                 true, // compiles to false outside mutation runs
 	"github.com/malachilog/malachi/gen/go/malachi/intra/v1":        true,
 	"github.com/malachilog/malachi/services/controlplane/metadata": true,
 	"github.com/malachilog/malachi/storage":                        true,
 }
+
+// pureTime are the names of package time that are values and no clock.
+var pureTime = map[string]bool{"Duration": true, "Millisecond": true, "Second": true, "Hour": true}
 
 // impurities says what in a file could make two replicas differ or a machine act by itself.
 func impurities(f *ast.File) []string {
@@ -50,6 +54,9 @@ func impurities(f *ast.File) []string {
 		case *ast.SelectorExpr:
 			if x, ok := n.X.(*ast.Ident); ok && (x.Name == "fmt" && strings.HasPrefix(n.Sel.Name, "Print") || x.Name == "fmt" && strings.HasPrefix(n.Sel.Name, "Scan")) {
 				out = append(out, "calls fmt."+n.Sel.Name)
+			}
+			if x, ok := n.X.(*ast.Ident); ok && x.Name == "time" && !pureTime[n.Sel.Name] {
+				out = append(out, "uses time."+n.Sel.Name)
 			}
 		}
 		return true

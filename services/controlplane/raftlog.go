@@ -7,6 +7,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/lni/dragonboat/v4/logger"
 )
@@ -25,12 +26,41 @@ func routeRaftLog(l *slog.Logger) {
 	})
 }
 
+// raftLines limits lines of one form to one in repeatAfter. There are as many forms as the library has format strings.
+var raftLines limiter
+
+const repeatAfter = 30 * time.Second
+
+type limiter struct {
+	mu   sync.Mutex
+	last map[string]time.Time
+}
+
+func (l *limiter) due(form string, now time.Time) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if last, ok := l.last[form]; ok && now.Sub(last) < repeatAfter {
+		return false
+	}
+	if l.last == nil {
+		l.last = map[string]time.Time{}
+	}
+	l.last[form] = now
+	return true
+}
+
 // raftLogger is the log of one package of the library. Warnings and worse pass, at Debug the rest is not even formatted.
 type raftLogger string
 
 func (l raftLogger) write(level slog.Level, format string, args []any) {
 	out := raftLog.Load()
-	if level == slog.LevelWarn && l.chatty(format) {
+	switch {
+	case l == "transport":
+		// A peer that restarts makes a line of each attempt to reach it. None needs a person by itself, and one in a while tells.
+		if level = slog.LevelWarn; !raftLines.due(format, time.Now()) {
+			level = slog.LevelDebug
+		}
+	case level == slog.LevelWarn && l.chatty(format):
 		level = slog.LevelDebug
 	}
 	if out == nil || !out.Enabled(context.Background(), level) {

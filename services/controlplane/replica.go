@@ -21,7 +21,9 @@ type rootReplica struct {
 	c       *ControlPlane
 	machine *root.Machine
 	state   atomic.Pointer[root.State]
-	leader  atomic.Uint64
+	started atomic.Bool
+	applied atomic.Uint64
+	leader  atomic.Uint64 // replica id; 0: none is known
 }
 
 func (r *rootReplica) create(uint64, uint64) sm.IConcurrentStateMachine { return rootSM{r} }
@@ -41,6 +43,7 @@ func (r *rootReplica) publish() {
 			r.c.log.Warn("the level could not be recorded", "err", err)
 		}
 	}
+	r.c.roots.fire()
 }
 
 type rootSM struct{ r *rootReplica }
@@ -54,6 +57,7 @@ func (s rootSM) Update(entries []sm.Entry) ([]sm.Entry, error) {
 			break
 		}
 		entries[i].Result = sm.Result{Value: uint64(res.Outcome), Data: res.Encode()}
+		s.r.applied.Store(e.Index)
 	}
 	s.r.publish()
 	return entries, nil
@@ -105,18 +109,17 @@ func stopOrFail(c *ControlPlane, err error) error {
 	return err
 }
 
-// vnodeReplica is the machine of one vnode, or the place of a vnode that has no replica here.
+// vnodeReplica is the machine of one vnode. Every broker has one of each.
 type vnodeReplica struct {
 	c     *ControlPlane
 	vnode uint32
 	shard uint64
-	local bool // this broker is a member
 
 	machine *metadata.Machine
 	view    atomic.Pointer[metadata.View]
 	started atomic.Bool
 	applied atomic.Uint64
-	leader  atomic.Uint64
+	leader  atomic.Uint64 // replica id; 0: none is known
 }
 
 func (r *vnodeReplica) create(uint64, uint64) sm.IConcurrentStateMachine { return vnodeSM{r} }

@@ -35,8 +35,7 @@ func (c *ControlPlane) newRouting(st *root.State) *routing {
 			}
 		}
 		if r == nil {
-			r = &vnodeReplica{c: c, vnode: v.ID, shard: vnodeShard + uint64(v.ID),
-				local: slices.Contains(v.Members, c.id.Broker), machine: metadata.New(c.deps.Level)}
+			r = &vnodeReplica{c: c, vnode: v.ID, shard: vnodeShard + uint64(v.ID), machine: metadata.New(c.deps.Level)}
 			r.view.Store(r.machine.View())
 		}
 		rt.vnodes = append(rt.vnodes, r)
@@ -102,16 +101,61 @@ func (c *ControlPlane) Vnodes() []uint32 {
 // answered. A change of leadership wakes every Watcher with All.
 func (c *ControlPlane) Leader(vnode uint32) bool {
 	r := c.routes.Load().vnode(vnode)
-	return r != nil && storage.BrokerID(r.leader.Load()) == c.id.Broker
+	return r != nil && r.leader.Load() == c.host.replica
 }
 
-func (c *ControlPlane) leaderChanged(shard uint64, leader storage.BrokerID) {
+// LeaderOf is the broker that leads a vnode's group, its coordinator, as far as this one knows; false while none is known.
+func (c *ControlPlane) LeaderOf(vnode uint32) (storage.BrokerID, bool) {
+	r := c.routes.Load().vnode(vnode)
+	if r == nil {
+		return 0, false
+	}
+	return c.brokerOf(r.leader.Load())
+}
+
+// brokerOf is whose replica this is, by what root has recorded.
+func (c *ControlPlane) brokerOf(replica uint64) (storage.BrokerID, bool) {
+	switch replica {
+	case 0:
+		return 0, false
+	case c.host.replica:
+		return c.id.Broker, true
+	}
+	st := c.root.state.Load()
+	return findBroker(replica, func(b storage.BrokerID) bool {
+		_, known := st.Broker(b)
+		return known || st.WasRemoved(b)
+	})
+}
+
+// VnodeOfTopic is the vnode that holds a topic, active or deleting, in what this broker has applied. False: not known here.
+func (c *ControlPlane) VnodeOfTopic(uid storage.TopicUID) (uint32, bool) {
+	for _, r := range c.routes.Load().vnodes {
+		if r.view.Load().TopicByUID(uid) != nil {
+			return r.vnode, true
+		}
+	}
+	return 0, false
+}
+
+// CoordinatorOf is the broker that leads the vnode of a topic, as far as this one knows.
+func (c *ControlPlane) CoordinatorOf(uid storage.TopicUID) (storage.BrokerID, bool) {
+	vnode, ok := c.VnodeOfTopic(uid)
+	if !ok {
+		return 0, false
+	}
+	return c.LeaderOf(vnode)
+}
+
+func (c *ControlPlane) leaderChanged(shard, leader uint64) {
 	if shard == rootShard {
-		c.root.leader.Store(uint64(leader))
+		c.root.leader.Store(leader)
+		c.groups.changed(shard)
 		return
 	}
 	if r := c.routes.Load().vnode(uint32(shard - vnodeShard)); r != nil {
-		r.leader.Store(uint64(leader))
+		r.leader.Store(leader)
+		c.groups.changed(shard)
 		c.changes.publishAll()
 	}
 }

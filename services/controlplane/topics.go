@@ -241,6 +241,30 @@ func (c *ControlPlane) SealSegment(ctx context.Context, cmd metadata.SealSegment
 	return s, nil
 }
 
+// UpdateReplicas makes one step of a change of who holds copies of a sealed segment, and returns the segment as recorded. With
+// storage.ErrConflict (the replicas have changed, or the step does not fit: re-read) the segment is what is recorded. Other errors
+// as OpenSegment.
+func (c *ControlPlane) UpdateReplicas(ctx context.Context, cmd metadata.UpdateReplicas) (*metadata.Segment, error) {
+	res, err := c.segmentCommand(ctx, cmd.TopicName, &cmd, cmd.Segment.Range)
+	if err != nil {
+		return res.Segment, fmt.Errorf("update replicas of segment %s: %w", cmd.Segment, err)
+	}
+	return res.Segment, nil
+}
+
+// ResolveSegment records that a sealed segment has lost everything from an offset on, by an operator's order. The caller fills Nonce
+// and keeps it on retries; a zero Time is filled here. Errors as UpdateReplicas.
+func (c *ControlPlane) ResolveSegment(ctx context.Context, cmd metadata.ResolveSegment) (*metadata.Segment, error) {
+	if cmd.Time == 0 {
+		cmd.Time = c.now()
+	}
+	res, err := c.segmentCommand(ctx, cmd.TopicName, &cmd, cmd.Segment.Range)
+	if err != nil {
+		return res.Segment, fmt.Errorf("resolve segment %s: %w", cmd.Segment, err)
+	}
+	return res.Segment, nil
+}
+
 func (c *ControlPlane) segmentCommand(ctx context.Context, name string, cmd metadata.Command, rng storage.RangeID) (metadata.Result, error) {
 	r, err := c.owner(name)
 	if err != nil {

@@ -1,17 +1,19 @@
 // Package coordinator runs the loops of the topics whose metadata this broker leads: it opens the segment that a range needs, runs the
-// pass that closes one (after a restart, on size, on age), has replicas finished as recorded, and removes what was deleted.
+// pass that closes one (its primary has restarted or is gone, size, age, drain, a failed copy), places heads on brokers, and removes what was
+// deleted. On every broker, leader or not, it finishes the own replicas as recorded.
 //
 // The loops are level-triggered: they compare what is recorded with what is there, do the first missing thing, and look again. Everything
-// they do is idempotent, so a crash at any point needs nothing but another look. Nothing of a coordinator survives a restart.
+// they do is idempotent, so a crash at any point needs nothing but another look. Nothing of a coordinator survives a restart, and two of them
+// at work on one range disturb each other's time, never the data: the record decides by compare-and-set.
 //
-// Run owns all goroutines. EnsureHead and Blocked may be called from any goroutine.
+// Run owns all goroutines. The exported methods may be called from any goroutine.
 package coordinator
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"sync"
 	"time"
 
@@ -20,57 +22,55 @@ import (
 
 	"github.com/malachilog/malachi/services/controlplane"
 	"github.com/malachilog/malachi/services/controlplane/metadata"
+	"github.com/malachilog/malachi/services/controlplane/root"
+	"github.com/malachilog/malachi/services/placement"
 	"github.com/malachilog/malachi/services/replica"
+	"github.com/malachilog/malachi/services/rpc"
 	"github.com/malachilog/malachi/storage"
 	"github.com/malachilog/malachi/storage/rangelog"
 	"github.com/malachilog/malachi/storage/replication"
-	"github.com/malachilog/malachi/storage/segment"
 )
 
 // Config of a Coordinator.
 type Config struct {
 	Self storage.BrokerID
 	Boot storage.Boot
-	// SegmentMaxBytes closes a segment that holds so many bytes. Default 256 MiB.
-	SegmentMaxBytes int64
-	// SegmentMaxAge closes a segment that holds data for so long. Default 1 h.
-	SegmentMaxAge time.Duration
 	// LookEvery is how often sizes and ages are looked at. Default 250 ms.
 	LookEvery time.Duration
 	// Workers bounds the ranges that are worked on at once. Default 16.
 	Workers int
+	// SettleTime is how long enough brokers must be there before a set that is too small is rolled. Default 60 s.
+	SettleTime time.Duration
 }
 
-// DefaultSegmentMaxBytes is the size at which a segment is closed if nothing else is said.
-const DefaultSegmentMaxBytes = 256 << 20
-
 func (c *Config) setDefaults() {
-	if c.SegmentMaxBytes == 0 {
-		c.SegmentMaxBytes = DefaultSegmentMaxBytes
-	}
-	if c.SegmentMaxAge == 0 {
-		c.SegmentMaxAge = time.Hour
-	}
 	if c.LookEvery == 0 {
 		c.LookEvery = 250 * time.Millisecond
 	}
 	if c.Workers == 0 {
 		c.Workers = 16
 	}
+	if c.SettleTime == 0 {
+		c.SettleTime = time.Minute
+	}
 }
 
 // ControlPlane is what the loops need of the metadata.
 type ControlPlane interface {
 	CachedTopicByUID(storage.TopicUID) (*metadata.Topic, bool)
+	Await(ctx context.Context, uid storage.TopicUID, until func(*metadata.Topic) bool) (*metadata.Topic, error)
 	Topics(vnode uint32) []*metadata.Topic
 	Deleting(vnode uint32) []*metadata.Topic
 	Vnodes() []uint32
 	Leader(vnode uint32) bool
+	CoordinatorOf(storage.TopicUID) (storage.BrokerID, bool)
 	OpenSegment(context.Context, metadata.OpenSegment) (*metadata.Segment, error)
 	SealSegment(context.Context, metadata.SealSegment) (controlplane.Sealed, error)
 	ForgetTopic(ctx context.Context, name string, uid storage.TopicUID) error
 	NewNonce() (metadata.Nonce, error)
 	Watch() *controlplane.Watcher
+	Policy() root.Policy
+	State() *root.State
 }
 
 // Replicas is the way to the replicas of one broker.
@@ -79,6 +79,7 @@ type Replicas interface {
 	Ask(context.Context, storage.SegmentID) (serving bool, err error)
 	Drain(context.Context, storage.SegmentID) error
 	Fence(ctx context.Context, id storage.SegmentID, header []byte) (rangelog.Vote, error)
+	Extend(ctx context.Context, id storage.SegmentID, holder storage.BrokerID, end storage.End) (storage.End, storage.Digest, error)
 	Seal(context.Context, storage.SegmentID, storage.End, storage.Digest) error
 	Drop(context.Context, storage.SegmentID) error
 }
@@ -100,10 +101,14 @@ type Deps struct {
 	ControlPlane ControlPlane
 	// Replicas returns the way to a broker, or nil if there is none now.
 	Replicas func(storage.BrokerID) Replicas
-	Local    Local
-	Store    Store
-	Logger   *slog.Logger
-	Now      func() time.Time
+	// Brokers are the brokers as placement sees them: registered ones, with what membership knows of them.
+	Brokers func() []placement.Broker
+	// Peers is the way to the other brokers' coordinators.
+	Peers  *rpc.Peers
+	Local  Local
+	Store  Store
+	Logger *slog.Logger
+	Now    func() time.Time
 }
 
 // Coordinator runs the loops. See the package comment.
@@ -113,10 +118,17 @@ type Coordinator struct {
 	log   *slog.Logger
 	heads singleflight.Group // one open or pass per range at a time
 	slots chan struct{}
-	group *errgroup.Group // of Run
 
 	mu      sync.Mutex
+	group   *errgroup.Group // of Run; nil before it
+	ctx     context.Context // of Run
 	blocked map[storage.RangeID]string
+	avoid   map[storage.RangeID]map[storage.BrokerID]time.Time // not to be placed there until then
+	rolled  map[storage.RangeID]time.Time                      // last roll for a set that was too small
+	enough  time.Time                                          // since when enough brokers are there; zero: they are not
+	opening map[storage.SegmentID]bool                         // followers are being told to open, in the background
+	passing map[storage.SegmentID]bool
+	asked   map[storage.SegmentID]time.Time // when this broker last asked for a pass
 }
 
 // New returns a coordinator. It does no I/O.
@@ -125,25 +137,49 @@ func New(cfg Config, deps Deps) *Coordinator {
 	if deps.Now == nil {
 		deps.Now = time.Now
 	}
-	return &Coordinator{cfg: cfg, deps: deps, log: deps.Logger, slots: make(chan struct{}, cfg.Workers), blocked: map[storage.RangeID]string{}}
+	return &Coordinator{
+		cfg: cfg, deps: deps, log: deps.Logger, slots: make(chan struct{}, cfg.Workers), blocked: map[storage.RangeID]string{},
+		avoid: map[storage.RangeID]map[storage.BrokerID]time.Time{}, rolled: map[storage.RangeID]time.Time{},
+		opening: map[storage.SegmentID]bool{}, passing: map[storage.SegmentID]bool{},
+		asked: map[storage.SegmentID]time.Time{},
+	}
 }
 
 // Run runs the loops until ctx ends.
 func (c *Coordinator) Run(ctx context.Context) error {
 	g, ctx := errgroup.WithContext(ctx)
-	c.group = g
+	c.mu.Lock()
+	c.group, c.ctx = g, ctx
+	c.mu.Unlock()
 	g.Go(func() error { c.reconcileLoop(ctx); return nil })
+	g.Go(func() error { c.finishLoop(ctx); return nil })
 	g.Go(func() error { c.rollLoop(ctx); return nil })
-	return g.Wait()
+	err := g.Wait()
+	c.mu.Lock()
+	c.group = nil
+	c.mu.Unlock()
+	return err
 }
 
-// reconcileLoop looks at topics that changed, and at everything every 10 s: a loop that missed a change must not stay wrong.
+// spawn runs f within Run. False: Run has not begun or is ending.
+func (c *Coordinator) spawn(f func(ctx context.Context)) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.group == nil || c.ctx.Err() != nil {
+		return false
+	}
+	ctx := c.ctx
+	c.group.Go(func() error { f(ctx); return nil })
+	return true
+}
+
+// reconcileLoop looks at topics that changed, and at everything every second: a loop that missed a change must not stay wrong, and that a
+// broker is gone or back changes no topic.
 func (c *Coordinator) reconcileLoop(ctx context.Context) {
 	w := c.deps.ControlPlane.Watch()
 	defer w.Close()
-	all := time.NewTicker(10 * time.Second)
+	all := time.NewTicker(time.Second)
 	defer all.Stop()
-	c.reconcileAll(ctx)
 	for {
 		select {
 		case <-ctx.Done():
@@ -157,17 +193,22 @@ func (c *Coordinator) reconcileLoop(ctx context.Context) {
 				continue
 			}
 			for _, uid := range changes.Topics {
-				if t, ok := c.deps.ControlPlane.CachedTopicByUID(uid); ok {
+				if t, ok := c.deps.ControlPlane.CachedTopicByUID(uid); ok && c.leads(uid) {
 					c.reconcileTopic(ctx, t)
 				}
 			}
-			c.finishReplicas(ctx)
 		}
 	}
 }
 
+func (c *Coordinator) leads(uid storage.TopicUID) bool {
+	b, ok := c.deps.ControlPlane.CoordinatorOf(uid)
+	return ok && b == c.cfg.Self
+}
+
 func (c *Coordinator) reconcileAll(ctx context.Context) {
 	cp := c.deps.ControlPlane
+	c.countBrokers()
 	for _, v := range cp.Vnodes() {
 		if !cp.Leader(v) {
 			continue
@@ -179,63 +220,176 @@ func (c *Coordinator) reconcileAll(ctx context.Context) {
 			c.reconcileTopic(ctx, t)
 		}
 	}
-	c.finishReplicas(ctx)
 }
 
-// reconcileTopic closes heads that cannot be served any more, and removes a deleted topic.
+// countBrokers notes since when as many brokers are there as the policy wants replicas.
+func (c *Coordinator) countBrokers() {
+	fit := 0
+	for _, b := range c.deps.Brokers() {
+		if !b.Absent && !b.Draining && !b.Skewed {
+			fit++
+		}
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case fit < c.deps.ControlPlane.Policy().ReplicationFactor:
+		c.enough = time.Time{}
+	case c.enough.IsZero():
+		c.enough = c.deps.Now()
+	}
+}
+
+// reconcileTopic closes heads that cannot be served any more or are not as wanted, and removes a deleted topic.
 func (c *Coordinator) reconcileTopic(ctx context.Context, t *metadata.Topic) {
 	if t.State == metadata.TopicDeleting {
-		if err := c.remove(ctx, t); err != nil && ctx.Err() == nil {
-			c.log.Warn("topic is deleted, its data not yet", "topic", t.Name, "uid", t.UID.String(), "error", err)
-		}
+		c.startRemove(t)
 		return
 	}
 	for _, r := range t.Owners() {
-		if r.Open == nil || r.Open.Primary() != c.cfg.Self || r.Open.PrimaryBoot == c.cfg.Boot {
+		if r.Open == nil {
 			continue
 		}
-		select { // passes of many ranges run side by side: they share the journal's barriers
-		case c.slots <- struct{}{}:
-		case <-ctx.Done():
-			return
-		}
-		c.group.Go(func() error {
-			defer func() { <-c.slots }()
-			if err := c.pass(ctx, t.UID, r.ID, r.Open.ID.Seq, replication.ReasonRestart); err != nil && ctx.Err() == nil {
-				c.log.Warn("range stays blocked", "topic", t.Name, "range", r.ID.String(), "error", err)
-			}
-			return nil
-		})
-	}
-}
-
-// finishReplicas carries out on this broker's disk what is recorded: a replica of a sealed segment gets its footer, one of an abandoned
-// segment is dropped. What no record speaks of is left alone.
-func (c *Coordinator) finishReplicas(ctx context.Context) {
-	own := c.deps.Replicas(c.cfg.Self)
-	for _, id := range c.deps.Store.Live() {
-		t, ok := c.deps.ControlPlane.CachedTopicByUID(id.Range.Topic)
-		if !ok || t.State == metadata.TopicDeleting {
-			continue
-		}
-		seg := t.Segment(id)
-		if seg == nil {
-			continue
-		}
-		var err error
-		switch seg.State {
-		case metadata.SegmentSealed:
-			err = own.Seal(ctx, id, seg.End, seg.Digest)
-		case metadata.SegmentAbandoned:
-			err = own.Drop(ctx, id)
-		}
-		if err != nil && ctx.Err() == nil && !errors.Is(err, storage.ErrUnknownSegment) {
-			c.log.Error("replica could not be finished as recorded", "segment", id.String(), "error", err)
+		if why := c.wanting(r); why != "" {
+			c.startPass(ctx, r.Open.ID, why)
 		}
 	}
 }
 
-// rollLoop closes segments on size and age.
+// wanting says why the open segment of a range is due for a pass, or nothing. What only its primary knows (size, age, want of a quorum) comes
+// by RequestPass.
+func (c *Coordinator) wanting(r *metadata.Range) replication.Reason {
+	seg := r.Open
+	brokers := c.known()
+	primary := brokers[seg.Primary()]
+	switch {
+	case c.bootOf(seg.Primary()) != seg.PrimaryBoot:
+		return replication.ReasonRestart
+	case primary.Absent:
+		return replication.ReasonPrimaryGone
+	}
+	for _, b := range seg.Replicas {
+		if brokers[b].Draining && c.placeable(r) {
+			return replication.ReasonDrain
+		}
+	}
+	if c.rollWanted(seg) && c.placeable(r) {
+		return replication.ReasonUnderReplicated
+	}
+	return ""
+}
+
+// placeable reports whether brokers for the next segment of a range are there: a head that serves is not closed for nothing.
+func (c *Coordinator) placeable(r *metadata.Range) bool {
+	_, err := c.place(storage.SegmentID{Range: r.ID, Seq: r.NextSegment}, c.deps.ControlPlane.Policy())
+	return err == nil
+}
+
+// known are the brokers by id. One that is not registered counts as absent.
+func (c *Coordinator) known() map[storage.BrokerID]placement.Broker {
+	out := map[storage.BrokerID]placement.Broker{}
+	for _, b := range c.deps.Brokers() {
+		out[b.ID] = b
+	}
+	return out
+}
+
+// bootOf is the registered boot of a broker; 0 if it is not registered.
+func (c *Coordinator) bootOf(b storage.BrokerID) storage.Boot {
+	rec, ok := c.deps.ControlPlane.State().Broker(b)
+	if !ok {
+		return 0
+	}
+	return rec.Boot
+}
+
+// rollEvery bounds how often a range is rolled because its set is too small (INV-M8).
+const rollEvery = 10 * time.Minute
+
+// rollWanted reports whether the set is smaller than the policy wants although enough brokers have been there for a while, or larger.
+func (c *Coordinator) rollWanted(seg *metadata.Segment) bool {
+	policy := c.deps.ControlPlane.Policy()
+	if seg.N() >= policy.ReplicationFactor && seg.ReplicationFactor == policy.ReplicationFactor && seg.Quorum == policy.Quorum() {
+		return false
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	now := c.deps.Now()
+	changed := seg.ReplicationFactor != policy.ReplicationFactor || seg.Quorum != policy.Quorum()
+	if c.enough.IsZero() || !changed && now.Sub(c.enough) < c.cfg.SettleTime {
+		return false
+	}
+	if last, ok := c.rolled[seg.ID.Range]; ok && now.Sub(last) < rollEvery && !changed {
+		return false
+	}
+	c.rolled[seg.ID.Range] = now
+	return true
+}
+
+// avoidFor keeps a broker off a range for a while, as long as others can be had.
+const avoidFor = 30 * time.Second
+
+func (c *Coordinator) avoidOn(id storage.RangeID, brokers ...storage.BrokerID) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, b := range brokers {
+		if c.avoid[id] == nil {
+			c.avoid[id] = map[storage.BrokerID]time.Time{}
+		}
+		c.avoid[id][b] = c.deps.Now().Add(avoidFor)
+	}
+}
+
+func (c *Coordinator) avoided(id storage.RangeID) map[storage.BrokerID]bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	now, out := c.deps.Now(), map[storage.BrokerID]bool{}
+	maps.DeleteFunc(c.avoid[id], func(_ storage.BrokerID, until time.Time) bool { return now.After(until) })
+	for b := range c.avoid[id] {
+		out[b] = true
+	}
+	if len(out) == 0 {
+		delete(c.avoid, id)
+	}
+	return out
+}
+
+// startPass runs a pass in the background, unless one is under way.
+func (c *Coordinator) startPass(ctx context.Context, id storage.SegmentID, why replication.Reason) {
+	c.mu.Lock()
+	busy := c.passing[id]
+	c.passing[id] = true
+	c.mu.Unlock()
+	if busy {
+		return
+	}
+	end := func() {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		delete(c.passing, id)
+	}
+	select { // passes of many ranges run side by side: they share the journals' barriers
+	case c.slots <- struct{}{}:
+	case <-ctx.Done():
+		end()
+		return
+	}
+	started := c.spawn(func(ctx context.Context) {
+		defer end()
+		defer func() { <-c.slots }()
+		ctx, cancel := context.WithTimeout(ctx, 30*time.Second) // a blocked one begins anew at the next look
+		defer cancel()
+		if err := c.pass(ctx, id, why); err != nil && c.ctx.Err() == nil {
+			c.log.Warn("segment could not be closed", "segment", id.String(), "reason", string(why), "error", err)
+		}
+	})
+	if !started {
+		<-c.slots
+		end()
+	}
+}
+
+// rollLoop asks for passes over the segments served here that have their size or age.
 func (c *Coordinator) rollLoop(ctx context.Context) {
 	tick := time.NewTicker(c.cfg.LookEvery)
 	defer tick.Stop()
@@ -246,201 +400,31 @@ func (c *Coordinator) rollLoop(ctx context.Context) {
 		case <-tick.C:
 		case <-c.deps.Local.Full():
 		}
-		now := c.deps.Now()
+		now, policy := c.deps.Now(), c.deps.ControlPlane.Policy()
 		for _, l := range c.deps.Local.Serving() {
-			var why replication.Reason
 			switch {
 			case l.Empty:
-				continue
-			case l.Bytes >= c.cfg.SegmentMaxBytes:
-				why = replication.ReasonSize
-			case now.Sub(l.Opened) >= c.cfg.SegmentMaxAge:
-				why = replication.ReasonAge
-			default:
-				continue
-			}
-			select {
-			case c.slots <- struct{}{}:
-			default:
-				continue // all are busy: the next look will do
-			}
-			c.group.Go(func() error {
-				defer func() { <-c.slots }()
-				if err := c.pass(ctx, l.Segment.Range.Topic, l.Segment.Range, l.Segment.Seq, why); err != nil && ctx.Err() == nil {
-					c.log.Warn("segment could not be rolled", "segment", l.Segment.String(), "reason", string(why), "error", err)
-				}
-				return nil
-			})
-		}
-	}
-}
-
-// EnsureHead returns the open segment of a range once it is served, opening one if there is none and closing one that can't be served any
-// more. Errors: storage.ErrTopicNotFound, ErrStaleRoute (the range owns nothing any more), ErrUnavailable with what the range waits for.
-func (c *Coordinator) EnsureHead(ctx context.Context, uid storage.TopicUID, id storage.RangeID) (*metadata.Segment, error) {
-	ch := c.heads.DoChan("head "+id.String(), func() (any, error) {
-		work, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
-		defer cancel()
-		return c.ensureHead(work, uid, id)
-	})
-	select {
-	case r := <-ch:
-		if r.Err != nil {
-			return nil, r.Err
-		}
-		return r.Val.(*metadata.Segment), nil
-	case <-ctx.Done():
-		return nil, fmt.Errorf("range %s has no open segment yet: %w", id, storage.ErrUnavailable)
-	}
-}
-
-func (c *Coordinator) ensureHead(ctx context.Context, uid storage.TopicUID, id storage.RangeID) (*metadata.Segment, error) {
-	for range 3 {
-		t, r, err := c.find(uid, id)
-		if err != nil {
-			return nil, err
-		}
-		seg := r.Open
-		switch {
-		case seg == nil:
-			if seg, err = c.open(ctx, t, r); err != nil {
-				return nil, err
-			}
-		case seg.PrimaryBoot != c.cfg.Boot:
-			if err := c.pass(ctx, uid, id, seg.ID.Seq, replication.ReasonRestart); err != nil {
-				return nil, err
-			}
-			continue
-		}
-		err = c.openReplicas(ctx, seg)
-		if err == nil {
-			return seg, nil
-		}
-		if !errors.Is(err, storage.ErrStaleBoot) && !errors.Is(err, storage.ErrSealed) && !errors.Is(err, storage.ErrFenced) {
-			return nil, err
-		}
-		// Fenced though the record says open: a store in that state simply needs a pass.
-		if err := c.pass(ctx, uid, id, seg.ID.Seq, replication.ReasonFenced); err != nil {
-			return nil, err
-		}
-	}
-	return nil, fmt.Errorf("range %s: its segments are closed as fast as they are opened: %w", id, storage.ErrUnavailable)
-}
-
-func (c *Coordinator) find(uid storage.TopicUID, id storage.RangeID) (*metadata.Topic, *metadata.Range, error) {
-	t, ok := c.deps.ControlPlane.CachedTopicByUID(uid)
-	if !ok || t.State != metadata.TopicActive {
-		return nil, nil, fmt.Errorf("topic %s: %w", uid, storage.ErrTopicNotFound)
-	}
-	r := t.Range(id)
-	if r == nil || r.State != metadata.RangeActive {
-		return nil, nil, fmt.Errorf("range %s takes no appends: %w", id, storage.ErrStaleRoute)
-	}
-	return t, r, nil
-}
-
-// open records the next segment of a range. With one broker the set is that broker, n = q = rf = 1.
-func (c *Coordinator) open(ctx context.Context, t *metadata.Topic, r *metadata.Range) (*metadata.Segment, error) {
-	cmd, err := c.nextOpen(t, r, r.SealedEnd, c.notBefore(r, 0))
-	if err != nil {
-		return nil, err
-	}
-	seg, err := c.deps.ControlPlane.OpenSegment(ctx, *cmd)
-	if err != nil {
-		return nil, fmt.Errorf("open segment of range %s: %w", r.ID, err)
-	}
-	return seg, nil
-}
-
-// notBefore is a creation time at which append times of the range can't fall: now, or the recorded time of the last seal, which is not
-// before its last append; last, if given, is that of the segment being closed.
-func (c *Coordinator) notBefore(r *metadata.Range, last storage.Time) storage.Time {
-	at := max(storage.Time(c.deps.Now().UnixNano()), last)
-	for i := len(r.Closed) - 1; i >= 0 && i >= len(r.Closed)-1; i-- {
-		at = max(at, r.Closed[i].SealTime)
-	}
-	return at
-}
-
-func (c *Coordinator) nextOpen(t *metadata.Topic, r *metadata.Range, base storage.End, at storage.Time) (*metadata.OpenSegment, error) {
-	nonce, err := c.deps.ControlPlane.NewNonce()
-	if err != nil {
-		return nil, err
-	}
-	h := segment.Header{
-		ID: storage.SegmentID{Range: r.ID, Seq: r.NextSegment}, Topic: t.Name, Slice: r.Slice, Base: base.Next(), CreateTime: at,
-	}
-	for _, p := range r.Parents {
-		h.Lineage = append(h.Lineage, segment.Parent(p))
-	}
-	raw, err := h.Encode()
-	if err != nil {
-		return nil, err
-	}
-	return &metadata.OpenSegment{
-		TopicName: t.Name, Topic: t.UID, Range: r.ID, Seq: r.NextSegment, Base: base.Next(), Nonce: nonce,
-		Replicas: []storage.BrokerID{c.cfg.Self}, Quorum: 1, ReplicationFactor: 1, PrimaryBoot: c.cfg.Boot, Header: raw, Time: at,
-	}, nil
-}
-
-// openReplicas tells the set to open the segment, the primary last. It returns when all have confirmed.
-func (c *Coordinator) openReplicas(ctx context.Context, seg *metadata.Segment) error {
-	o := replica.Open{Header: seg.Header, Set: seg.Replicas, Quorum: seg.Quorum, Boot: seg.PrimaryBoot}
-	for i := len(seg.Replicas) - 1; i >= 0; i-- {
-		b := c.deps.Replicas(seg.Replicas[i])
-		if b == nil {
-			return fmt.Errorf("broker %s of segment %s is not there: %w", seg.Replicas[i], seg.ID, storage.ErrUnavailable)
-		}
-		if err := b.Open(ctx, o); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// remove deletes the data of a deleted topic: every replica that its record names, then what else lies on this disk under its uid (the
-// tombstone condemns all of it), then the record.
-func (c *Coordinator) remove(ctx context.Context, t *metadata.Topic) error {
-	for _, r := range t.Ranges() {
-		segs := r.Closed
-		if r.Open != nil {
-			segs = append(segs[:len(segs):len(segs)], r.Open)
-		}
-		for _, seg := range segs {
-			for _, b := range seg.Replicas {
-				way := c.deps.Replicas(b)
-				if way == nil {
-					return fmt.Errorf("broker %s: %w", b, storage.ErrUnavailable)
-				}
-				if err := way.Drop(ctx, seg.ID); err != nil {
-					return err
-				}
+			case policy.SegmentMaxBytes > 0 && l.Bytes >= int64(policy.SegmentMaxBytes):
+				c.askPass(l.Segment, replication.ReasonSize)
+			case policy.SegmentMaxAge > 0 && now.Sub(l.Opened) >= policy.SegmentMaxAge:
+				c.askPass(l.Segment, replication.ReasonAge)
 			}
 		}
 	}
-	here, err := c.deps.Store.List()
-	if err != nil {
-		return err
-	}
-	for _, id := range here {
-		if id.Range.Topic == t.UID {
-			if err := c.deps.Replicas(c.cfg.Self).Drop(ctx, id); err != nil {
-				return err
-			}
-		}
-	}
-	if err := c.deps.ControlPlane.ForgetTopic(ctx, t.Name, t.UID); err != nil {
-		return err
-	}
-	c.log.Info("topic removed", "topic", t.Name, "uid", t.UID.String())
-	return nil
 }
 
-// Blocked says what a range waits for, or nothing.
+// Blocked says what a range waits for, or nothing, as far as this broker's loops know.
 func (c *Coordinator) Blocked(id storage.RangeID) string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.blocked[id]
+}
+
+// AllBlocked is what each blocked range of this broker's loops waits for.
+func (c *Coordinator) AllBlocked() map[storage.RangeID]string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return maps.Clone(c.blocked)
 }
 
 func (c *Coordinator) setBlocked(id storage.RangeID, by string) {
@@ -451,4 +435,13 @@ func (c *Coordinator) setBlocked(id storage.RangeID, by string) {
 	} else {
 		c.blocked[id] = by
 	}
+}
+
+// way is the path to a broker's replicas. storage.ErrUnavailable: there is none now.
+func (c *Coordinator) way(b storage.BrokerID) (Replicas, error) {
+	w := c.deps.Replicas(b)
+	if w == nil {
+		return nil, fmt.Errorf("broker %s is not there: %w", b, storage.ErrUnavailable)
+	}
+	return w, nil
 }

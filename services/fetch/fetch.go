@@ -47,12 +47,14 @@ type Topics interface {
 	Changed(uid storage.TopicUID) (changed <-chan struct{}, done func())
 }
 
-// Replicas reads segments.
+// Replicas reads segments, wherever their copies are: see replica.Router.
 type Replicas interface {
-	Read(id storage.SegmentID, open bool, from storage.Offset, limit storage.End, maxBytes int, alloc func(n int) []byte) ([]rangelog.Batch, error)
-	Committed(id storage.SegmentID) (storage.End, error)
-	OffsetAt(id storage.SegmentID, at storage.Time) (storage.Offset, error)
-	Watch(id storage.SegmentID, c chan<- struct{}) (cancel func())
+	Read(ctx context.Context, seg *metadata.Segment, from storage.Offset, maxBytes int, alloc func(n int) []byte) ([]rangelog.Batch, storage.End, error)
+	Committed(ctx context.Context, seg *metadata.Segment) (storage.End, error)
+	// Latest is Committed behind a quorum contact that began after the call.
+	Latest(ctx context.Context, seg *metadata.Segment) (storage.End, error)
+	OffsetAt(ctx context.Context, seg *metadata.Segment, at storage.Time) (storage.Offset, error)
+	Watch(seg *metadata.Segment, beyond storage.End, c chan<- struct{}) (cancel func())
 }
 
 // Deps are the service's collaborators.
@@ -144,7 +146,7 @@ func (s *Service) begin(ctx context.Context, name, cursor string, start *v1.Star
 		}
 	}
 	if cursor == "" {
-		f, err := s.place(t, start)
+		f, err := s.place(ctx, t, start)
 		return t, f, err
 	}
 	f, err := frontier.Parse(cursor, t.UID)
@@ -184,7 +186,7 @@ func (s *Service) page(ctx context.Context, t *metadata.Topic, f *frontier.Front
 		// Watch before reading: what arrives in between wakes the wait.
 		w := s.watch(t, f, r.wait > 0 || patient)
 		b := newBuilder(ctx, r)
-		blocked, err := s.read(t, f, b)
+		blocked, err := s.read(ctx, t, f, b)
 		if err != nil {
 			w.cancel()
 			return nil, err
@@ -229,7 +231,7 @@ func (s *Service) catchUp(ctx context.Context, t *metadata.Topic, f *frontier.Fr
 	over := time.NewTimer(behindGrace)
 	defer over.Stop()
 	for {
-		blocked, err := s.read(t, f, b)
+		blocked, err := s.read(ctx, t, f, b)
 		if err != nil || !errors.Is(blocked, errBehind) || b.full() {
 			return err
 		}
@@ -294,7 +296,7 @@ func (s *Service) watch(t *metadata.Topic, f *frontier.Frontier, wait bool) (w w
 	w = watched{records: make(chan struct{}, 1), topic: changed, cancels: []func(){done}}
 	for _, p := range f.Positions {
 		if r := t.Range(p.Range); r != nil && r.Open != nil {
-			w.cancels = append(w.cancels, s.deps.Replicas.Watch(r.Open.ID, w.records))
+			w.cancels = append(w.cancels, s.deps.Replicas.Watch(r.Open, storage.EndBefore(p.Offset), w.records))
 		}
 	}
 	return w
@@ -312,13 +314,13 @@ func (s *Service) finish(f *frontier.Frontier, b *builder) (*v1.FetchResponse, e
 	return b.out, nil
 }
 
-// emptyPage is the answer when nothing came. At the tail it says so only if it knows: every range's head is served here, and the record of the
-// topic was read anew, after the request.
+// emptyPage is the answer when nothing came. At the tail it says so only if it knows: the record of the topic was read anew after the request,
+// and every range's primary had a quorum contact that began after it (INV-C13).
 func (s *Service) emptyPage(ctx context.Context, t *metadata.Topic, f *frontier.Frontier, b *builder) (*v1.FetchResponse, error) {
 	if b.req.wantTail {
 		now, err := s.deps.Topics.Topic(ctx, t.Name)
 		if err == nil && now.UID == t.UID {
-			if tail, known := s.atTail(now, f); known {
+			if tail, known := s.atTail(ctx, now, f); known {
 				b.out.AtTail = &tail
 			}
 		}
@@ -326,7 +328,7 @@ func (s *Service) emptyPage(ctx context.Context, t *metadata.Topic, f *frontier.
 	return s.finish(f, b)
 }
 
-func (s *Service) atTail(t *metadata.Topic, f *frontier.Frontier) (tail, known bool) {
+func (s *Service) atTail(ctx context.Context, t *metadata.Topic, f *frontier.Frontier) (tail, known bool) {
 	for _, p := range f.Positions {
 		r := t.Range(p.Range)
 		if r == nil {
@@ -335,7 +337,7 @@ func (s *Service) atTail(t *metadata.Topic, f *frontier.Frontier) (tail, known b
 		end := r.SealedEnd
 		if r.Open != nil {
 			var err error
-			if end, err = s.committed(r.Open); err != nil {
+			if end, err = s.deps.Replicas.Latest(ctx, r.Open); err != nil {
 				return false, false
 			}
 		}

@@ -42,24 +42,35 @@ func (f *fakes) Topic(context.Context, string) (*metadata.Topic, error) {
 	return f.topic, nil
 }
 func (f *fakes) Changed(storage.TopicUID) (<-chan struct{}, func()) { return nil, func() {} }
-func (f *fakes) Committed(storage.SegmentID) (storage.End, error)   { return f.committed, f.broken }
-func (f *fakes) OffsetAt(storage.SegmentID, storage.Time) (storage.Offset, error) {
+func (f *fakes) Committed(context.Context, *metadata.Segment) (storage.End, error) {
+	return f.committed, f.broken
+}
+func (f *fakes) Latest(context.Context, *metadata.Segment) (storage.End, error) {
+	return f.committed, f.broken
+}
+func (f *fakes) OffsetAt(context.Context, *metadata.Segment, storage.Time) (storage.Offset, error) {
 	return 0, f.readErr
 }
-func (f *fakes) Watch(_ storage.SegmentID, c chan<- struct{}) func() {
+func (f *fakes) Watch(_ *metadata.Segment, _ storage.End, c chan<- struct{}) func() {
 	f.watchers = append(f.watchers, c)
 	return func() {}
 }
-func (f *fakes) Read(_ storage.SegmentID, _ bool, from storage.Offset, limit storage.End, _ int, _ func(int) []byte) (out []rangelog.Batch, err error) {
-	if f.readErr != nil {
-		return out, f.readErr
+func (f *fakes) Read(_ context.Context, seg *metadata.Segment, from storage.Offset, _ int, _ func(int) []byte) (out []rangelog.Batch, limit storage.End, err error) {
+	if limit = seg.End; seg.State == metadata.SegmentOpen {
+		limit, err = f.committed, f.broken
+	}
+	if err == nil {
+		err = f.readErr
+	}
+	if err != nil || !limit.Holds(from) {
+		return out, limit, err
 	}
 	for _, b := range f.batches {
 		if b.Header.End() > storage.EndBefore(from) && b.Header.End() <= min(limit, f.written) {
 			out = append(out, b)
 		}
 	}
-	return out, nil
+	return out, limit, nil
 }
 
 func newFakes(t *testing.T) *fakes {

@@ -49,7 +49,7 @@ func encoding(ctx context.Context, e v1.Encoding) v1.Encoding {
 }
 
 // place is the frontier that a start position means now.
-func (s *Service) place(t *metadata.Topic, start *v1.StartPosition) (frontier.Frontier, error) {
+func (s *Service) place(ctx context.Context, t *metadata.Topic, start *v1.StartPosition) (frontier.Frontier, error) {
 	var roots []frontier.Range
 	v := view{t}
 	for _, r := range t.Ranges() {
@@ -63,16 +63,16 @@ func (s *Service) place(t *metadata.Topic, start *v1.StartPosition) (frontier.Fr
 	switch at := start.GetAt().(type) {
 	case *v1.StartPosition_Latest:
 		if at.Latest {
-			f, err = s.latest(t)
+			f, err = s.latest(ctx, t)
 		}
 	case *v1.StartPosition_Time:
 		if err := at.Time.CheckValid(); err != nil {
 			return f, rpc.Fail(v1.Reason_INVALID_ARGUMENT, nil, "start time is not a valid timestamp")
 		}
 		if at.Time.AsTime().After(s.deps.Now()) {
-			f, err = s.latest(t)
+			f, err = s.latest(ctx, t)
 		} else {
-			err = s.seek(t, &f, storage.Time(at.Time.AsTime().UnixNano()))
+			err = s.seek(ctx, t, &f, storage.Time(at.Time.AsTime().UnixNano()))
 		}
 	}
 	if err != nil {
@@ -85,24 +85,14 @@ func (s *Service) place(t *metadata.Topic, start *v1.StartPosition) (frontier.Fr
 	return f, nil
 }
 
-// committed is the committed end of an open segment. One that this broker has no replica of was recorded a moment ago and not opened yet:
-// nothing can have been acknowledged in it.
-func (s *Service) committed(seg *metadata.Segment) (storage.End, error) {
-	end, err := s.deps.Replicas.Committed(seg.ID)
-	if errors.Is(err, storage.ErrUnknownSegment) {
-		return storage.EndBefore(seg.Base), nil
-	}
-	return end, err
-}
-
-// latest is the end of everything acknowledged. It fails unless every range has answered.
-func (s *Service) latest(t *metadata.Topic) (frontier.Frontier, error) {
+// latest is the end of everything acknowledged. It fails unless every range has answered, behind a quorum contact of its own.
+func (s *Service) latest(ctx context.Context, t *metadata.Topic) (frontier.Frontier, error) {
 	f := frontier.Frontier{Topic: t.UID}
 	for _, r := range t.Owners() {
 		end := r.SealedEnd
 		if r.Open != nil {
 			var err error
-			if end, err = s.committed(r.Open); err != nil {
+			if end, err = s.deps.Replicas.Latest(ctx, r.Open); err != nil {
 				return f, s.blocked(r, err)
 			}
 		}
@@ -112,17 +102,17 @@ func (s *Service) latest(t *metadata.Topic) (frontier.Frontier, error) {
 }
 
 // seek moves each position to the first record appended at or after a time. Append times never fall within a range.
-func (s *Service) seek(t *metadata.Topic, f *frontier.Frontier, at storage.Time) error {
+func (s *Service) seek(ctx context.Context, t *metadata.Topic, f *frontier.Frontier, at storage.Time) error {
 	for i := range f.Positions {
 		r := t.Range(f.Positions[i].Range)
-		if err := s.seekRange(r, &f.Positions[i], at); err != nil {
+		if err := s.seekRange(ctx, r, &f.Positions[i], at); err != nil {
 			return s.blocked(r, err)
 		}
 	}
 	return nil
 }
 
-func (s *Service) seekRange(r *metadata.Range, p *frontier.Position, at storage.Time) error {
+func (s *Service) seekRange(ctx context.Context, r *metadata.Range, p *frontier.Position, at storage.Time) error {
 	segs := r.Closed
 	if r.Open != nil {
 		segs = append(segs[:len(segs):len(segs)], r.Open)
@@ -135,7 +125,7 @@ func (s *Service) seekRange(r *metadata.Range, p *frontier.Position, at storage.
 			continue // a seal's time is not before its last append
 		}
 		if seg.State == metadata.SegmentOpen {
-			end, err := s.committed(seg)
+			end, err := s.deps.Replicas.Committed(ctx, seg)
 			if err != nil {
 				return err
 			}
@@ -144,7 +134,7 @@ func (s *Service) seekRange(r *metadata.Range, p *frontier.Position, at storage.
 				return nil
 			}
 		}
-		o, err := s.deps.Replicas.OffsetAt(seg.ID, at)
+		o, err := s.deps.Replicas.OffsetAt(ctx, seg, at)
 		if err != nil {
 			return err
 		}
@@ -158,11 +148,11 @@ func (s *Service) seekRange(r *metadata.Range, p *frontier.Position, at storage.
 
 // blocked words why a range cannot be read now.
 func (s *Service) blocked(r *metadata.Range, err error) error {
-	for _, e := range []error{storage.ErrStaleRoute, storage.ErrStaleBoot, storage.ErrUnknownSegment} {
+	for _, e := range []error{storage.ErrStaleRoute, storage.ErrStaleBoot, storage.ErrUnknownSegment, storage.ErrFenced, storage.ErrUnavailable} {
 		if errors.Is(err, e) {
 			why := s.deps.Blocked(r.ID)
 			if why == "" {
-				why = "its open segment is being closed after a restart"
+				why = "its open segment is being closed, or its copies cannot be reached"
 			}
 			return &rpc.Error{Reason: v1.Reason_RANGE_BLOCKED, Text: fmt.Sprintf("range %s cannot be read now: %s", r.ID, why), Retry: lookAgain / 10, Cause: err}
 		}
@@ -192,14 +182,14 @@ func (b *builder) full() bool { return b.records >= b.req.records || b.bytes >= 
 
 // read goes over the positions once, beginning at the rotation, until the page is full. The next page begins behind the last range that gave
 // something, so that none starves. blocked is why some range could not be read; what others gave stands.
-func (s *Service) read(t *metadata.Topic, f *frontier.Frontier, b *builder) (blocked, err error) {
+func (s *Service) read(ctx context.Context, t *metadata.Topic, f *frontier.Frontier, b *builder) (blocked, err error) {
 	f.Resolve(view{t})
 	n := len(f.Positions)
 	first := int(f.Rotation)
 	for k := range n {
 		i := (first + k) % n
 		before := b.records
-		err := s.readPosition(t, &f.Positions[i], b)
+		err := s.readPosition(ctx, t, &f.Positions[i], b)
 		if b.records > before && !mutate.On("fetch.no-rotation") {
 			f.Rotation = uint32((i + 1) % n)
 		}
@@ -226,7 +216,7 @@ func (s *Service) read(t *metadata.Topic, f *frontier.Frontier, b *builder) (blo
 var errBehind = errors.New("committed records are not readable yet")
 
 // readPosition adds what one range has from p on, segment by segment.
-func (s *Service) readPosition(t *metadata.Topic, p *frontier.Position, b *builder) error {
+func (s *Service) readPosition(ctx context.Context, t *metadata.Topic, p *frontier.Position, b *builder) error {
 	r := t.Range(p.Range)
 	if r == nil {
 		return badCursor(fmt.Errorf("range %s: %w", p.Range, frontier.ErrUnknownRange))
@@ -244,23 +234,12 @@ func (s *Service) readPosition(t *metadata.Topic, p *frontier.Position, b *build
 		if seg == nil {
 			return s.beyond(t, r, p, r.SealedEnd)
 		}
-		open := seg.State == metadata.SegmentOpen
-		limit := seg.End
-		if open {
-			committed, err := s.committed(seg)
-			if err != nil {
-				return s.blocked(r, err)
-			}
-			if limit = committed; !limit.Holds(p.Offset) {
-				return s.beyond(t, r, p, limit)
-			}
-		}
-		if mutate.On("fetch.read-uncommitted") {
-			limit = storage.End(storage.MaxOffset)
-		}
-		got, err := s.deps.Replicas.Read(seg.ID, open, p.Offset, limit, b.req.bytes-b.bytes, b.alloc)
+		got, limit, err := s.deps.Replicas.Read(ctx, seg, p.Offset, b.req.bytes-b.bytes, b.alloc)
 		if err != nil {
 			return s.blocked(r, fmt.Errorf("fetch from topic %s: %w", t.Name, err))
+		}
+		if !limit.Holds(p.Offset) {
+			return s.beyond(t, r, p, limit)
 		}
 		if len(got) == 0 { // committed, but not in the file yet: the follower wakes us in a moment
 			return &rpc.Error{Reason: v1.Reason_RANGE_BLOCKED, Text: fmt.Sprintf("range %s", r.ID), Retry: lookAgain / 10, Cause: errBehind}

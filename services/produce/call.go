@@ -2,7 +2,9 @@ package produce
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"slices"
 	"sync"
 
 	v1 "github.com/malachilog/malachi/gen/go/malachi/v1"
@@ -21,6 +23,10 @@ type item struct {
 	data    []byte
 	whole   *item
 
+	// Of the goroutine that submits.
+	tried storage.SegmentID  // where it was submitted last
+	moved *storage.SegmentID // the segment that refused it after it was submitted there
+
 	// Guarded by call.mu from the first submit on.
 	parts    int // answers outstanding
 	appended bool
@@ -35,13 +41,16 @@ type call struct {
 	waiting int
 	ended   bool
 	over    chan struct{}
+	again   []*item       // refused after they were submitted; to be submitted again
+	wake    chan struct{} // has a token when again has grown, or an answer has come
+	open    map[storage.RangeID]int
 }
 
 func newCall(items []*item) *call {
 	for _, it := range items {
 		it.parts = 1
 	}
-	return &call{items: items, waiting: len(items), over: make(chan struct{})}
+	return &call{items: items, waiting: len(items), over: make(chan struct{}), wake: make(chan struct{}, 1), open: map[storage.RangeID]int{}}
 }
 
 // expect says that an item was cut into n parts, each of which is answered.
@@ -54,8 +63,77 @@ func (c *call) expect(it *item, n int) {
 // refuse is an answer that nothing of it was appended.
 func (c *call) refuse(it *item, err error) { c.answer(it, replica.Appended{}, err, false) }
 
-// done is the answer of the append path.
-func (c *call) done(it *item, a replica.Appended, err error) { c.answer(it, a, err, true) }
+// submitted says that an item is on its way to a range. Without it, done must not be called.
+func (c *call) submitted(r storage.RangeID) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.open[r]++
+}
+
+// unsubmitted takes that back: it was refused at once.
+func (c *call) unsubmitted(r storage.RangeID) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.open[r]--
+}
+
+// done is the answer of the append path. A refusal that another head may not repeat has the item submitted again.
+func (c *call) done(it *item, a replica.Appended, err error) {
+	c.mu.Lock()
+	c.open[it.tried.Range]--
+	retry := err != nil && again(err) && !c.ended
+	if retry {
+		c.again = append(c.again, it)
+	}
+	c.mu.Unlock()
+	if !retry {
+		c.answer(it, a, err, err == nil || errors.Is(err, storage.ErrOutcomeUnknown))
+	}
+	select {
+	case c.wake <- struct{}{}:
+	default:
+	}
+}
+
+// waits reports whether an earlier item of the range was refused and is to be submitted again: then this one is, behind it.
+func (c *call) waits(it *item, r storage.RangeID) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, other := range c.again {
+		if other.tried.Range == r && other.index < it.index {
+			c.again = append(c.again, it)
+			return true
+		}
+	}
+	return false
+}
+
+// settle waits until nothing of this call is on its way to the range: what is sent to another broker must not overtake what was sent before.
+func (c *call) settle(ctx context.Context, r storage.RangeID) {
+	for {
+		c.mu.Lock()
+		n := c.open[r]
+		c.mu.Unlock()
+		if n == 0 {
+			return
+		}
+		select {
+		case <-c.wake:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// refused takes out the items to be submitted again, in the request's order.
+func (c *call) refused() []*item {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	out := c.again
+	c.again = nil
+	slices.SortStableFunc(out, func(a, b *item) int { return a.index - b.index })
+	return out
+}
 
 func (c *call) answer(it *item, a replica.Appended, err error, tried bool) {
 	c.mu.Lock()
@@ -78,12 +156,23 @@ func (c *call) answer(it *item, a replica.Appended, err error, tried bool) {
 	}
 }
 
-// wait waits for all answers, or for the deadline: what was submitted and not answered by then is of unknown outcome.
-func (c *call) wait(ctx context.Context) {
-	select {
-	case <-c.over:
-		return
-	case <-ctx.Done():
+// wait waits for all answers, submitting again what a head refused, or for the deadline: what is on its way then is of unknown outcome.
+func (c *call) wait(ctx context.Context, submit func(*item)) {
+	for ctx.Err() == nil {
+		for _, it := range c.refused() {
+			moved := it.tried
+			it.moved = &moved
+			submit(it)
+		}
+		select {
+		case <-c.over:
+			return
+		case <-c.wake:
+		case <-ctx.Done():
+		}
+	}
+	for _, it := range c.refused() {
+		c.refuse(it, fmt.Errorf("no head took the batch within the deadline: %w", storage.ErrUnavailable))
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -39,13 +39,14 @@ type Heads interface {
 	EnsureHead(ctx context.Context, uid storage.TopicUID, id storage.RangeID) (*metadata.Segment, error)
 }
 
-// Primary appends to segments that this broker serves.
+// Primary appends at the primary of a segment, wherever that is. A refusal, with nothing appended, is returned or comes by done.
 type Primary interface {
-	Append(id storage.SegmentID, b []byte, done func(replica.Appended, error)) error
+	Append(seg *metadata.Segment, b []byte, done func(replica.Appended, error)) error
 }
 
 // Deps are the service's collaborators.
 type Deps struct {
+	Self    storage.BrokerID
 	Topics  Topics
 	Heads   Heads
 	Primary Primary
@@ -94,7 +95,7 @@ func (s *Service) Produce(ctx context.Context, req *v1.ProduceRequest) (*v1.Prod
 	for _, it := range items { // in order: a batch that has to wait for its range holds back those behind it
 		s.submit(ctx, t.UID, c, it)
 	}
-	c.wait(ctx)
+	c.wait(ctx, func(it *item) { s.submit(ctx, t.UID, c, it) })
 	return c.response(s.deps.Observe)
 }
 
@@ -216,7 +217,8 @@ func badRecord(i int, err error) error {
 	return &rpc.Error{Reason: v1.Reason_INVALID_RECORD, Text: fmt.Sprintf("record %d", i), Cause: err}
 }
 
-// submit hands one batch to the range that owns it, cut into parts if it straddles ranges.
+// submit hands one batch to the range that owns it, cut into parts if it straddles ranges. It returns when the batch is queued at the primary of
+// the range's head, or refused for good: a refusal that comes later is submitted again by the call's own goroutine.
 func (s *Service) submit(ctx context.Context, uid storage.TopicUID, c *call, it *item) {
 	for {
 		t, ok := s.deps.Topics.CachedTopicByUID(uid)
@@ -256,9 +258,12 @@ func again(err error) bool {
 }
 
 func (s *Service) appendOnce(ctx context.Context, t *metadata.Topic, r *metadata.Range, c *call, it *item) error {
-	done := func(a replica.Appended, err error) { c.done(it, a, err) }
-	if r.Open != nil {
-		err := s.deps.Primary.Append(r.Open.ID, it.data, done)
+	head := r.Open
+	if it.moved != nil && head != nil && head.ID == *it.moved { // it refused this batch: another head, or this one served again, is needed
+		head = nil
+	}
+	if head != nil {
+		err := s.hand(ctx, head, c, it)
 		if !errors.Is(err, storage.ErrStaleRoute) && !errors.Is(err, storage.ErrUnknownSegment) {
 			return err
 		}
@@ -267,7 +272,24 @@ func (s *Service) appendOnce(ctx context.Context, t *metadata.Topic, r *metadata
 	if err != nil {
 		return err
 	}
-	return s.deps.Primary.Append(head.ID, it.data, done)
+	return s.hand(ctx, head, c, it)
+}
+
+// hand gives the batch to a segment's primary. An error means that it was refused at once.
+func (s *Service) hand(ctx context.Context, head *metadata.Segment, c *call, it *item) error {
+	if head.Primary() != s.deps.Self {
+		c.settle(ctx, head.ID.Range)
+	}
+	it.moved, it.tried = nil, head.ID
+	if c.waits(it, head.ID.Range) {
+		return nil
+	}
+	c.submitted(head.ID.Range)
+	err := s.deps.Primary.Append(head, it.data, func(a replica.Appended, err error) { c.done(it, a, err) })
+	if err != nil {
+		c.unsubmitted(head.ID.Range)
+	}
+	return err
 }
 
 // awaitHead waits until the range's record has moved on, or a little.

@@ -1,8 +1,9 @@
 // Package replica carries out, on one broker, what storage/replication decides: it opens segment replicas, appends as primary or
 // follower, fences, seals, drops and reads, on the disk that storage/rangelog keeps.
 //
-// Every method is safe for concurrent use. The package starts no goroutine; done functions run on the journal's writer and must return
-// at once. A primary lives in memory only: after a restart no segment is served until a pass has closed it (INV-D5).
+// Every method is safe for concurrent use. Run owns the goroutines: those that ship to followers and forward to primaries. Done functions run
+// on them or on the journal's writer, and must return at once. A primary lives in memory only: after a restart no segment is served until a
+// pass has closed it (INV-D5).
 package replica
 
 import (
@@ -11,10 +12,11 @@ import (
 	"fmt"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
+	"github.com/malachilog/malachi/services/rpc"
 	"github.com/malachilog/malachi/storage"
-	"github.com/malachilog/malachi/storage/batch"
 	"github.com/malachilog/malachi/storage/rangelog"
 	"github.com/malachilog/malachi/storage/replication"
 	"github.com/malachilog/malachi/storage/segment"
@@ -29,60 +31,146 @@ type Config struct {
 	Boot storage.Boot
 	// MaxInflight bounds the bytes of one segment that are appended and not yet committed. Default 64 MiB.
 	MaxInflight int64
-	// SegmentMaxBytes is when a segment asks to be closed; at twice that it takes no more. 0: never.
-	SegmentMaxBytes int64
+	// MaxInflightAll bounds the same over all segments. Default 256 MiB.
+	MaxInflightAll int64
+	// MaxLag is how many bytes a follower may be behind before it catches up from the log. Default 32 MiB.
+	MaxLag int64
+	// ProduceDeadline is how old the oldest append that is not committed may be before the primary asks for a pass. Default 5 s.
+	ProduceDeadline time.Duration
 	// DrainGrace is how long a drain may settle what is in flight. Default 1 s.
 	DrainGrace time.Duration
+}
+
+func (c *Config) setDefaults() {
+	if c.MaxInflight == 0 {
+		c.MaxInflight = 64 << 20
+	}
+	if c.MaxInflightAll == 0 {
+		c.MaxInflightAll = 256 << 20
+	}
+	if c.MaxLag == 0 {
+		c.MaxLag = 32 << 20
+	}
+	if c.ProduceDeadline == 0 {
+		c.ProduceDeadline = 5 * time.Second
+	}
+	if c.DrainGrace == 0 {
+		c.DrainGrace = time.Second
+	}
 }
 
 // Deps are a Service's collaborators.
 type Deps struct {
 	Store  *rangelog.Store
 	Logger *slog.Logger
+	// Peers is the way to the other brokers.
+	Peers *rpc.Peers
+	// AskPass asks the coordinator of a segment for a pass. It must not block. Nil: nobody is asked.
+	AskPass func(id storage.SegmentID, why replication.Reason)
+	// SegmentMaxBytes is when a segment asks to be closed; at twice that it takes no more. Nil or 0: never.
+	SegmentMaxBytes func() int64
 	// Now reads the clock; only differences of it are used, for append times within one segment. Default time.Now.
 	Now func() time.Time
 }
 
 // Service is one broker's replicas.
 type Service struct {
-	cfg  Config
-	deps Deps
-	full chan struct{}
+	cfg      Config
+	deps     Deps
+	full     chan struct{}
+	work     *work
+	closing  chan struct{} // closed when Run ends
+	inflight atomic.Int64  // over all segments
 
 	mu        sync.RWMutex
 	primaries map[storage.SegmentID]*primary
-}
-
-// primary is a segment that this process opened as its primary and serves.
-type primary struct {
-	id     storage.SegmentID
-	slice  storage.Slice
-	base   storage.Offset
-	opened time.Time
-	clock  storage.Time // wall clock at opened, not before the segment's creation time
-
-	mu       sync.Mutex
-	machine  *replication.Primary
-	last     storage.Time // append time of the newest batch
-	bytes    int64        // appended since the open
-	inflight int64
-	// drained until: a pass asked to stop accepting. It lapses by itself if no fence follows.
-	drained time.Time
-	idle    chan struct{} // closed when inflight falls to 0 during a drain
+	closed    map[storage.SegmentID]*primary // fenced here, with appends that wait for the recorded end
+	shippers  map[storage.BrokerID]*shipper
+	bringers  map[storage.BrokerID]*bringer
+	rejoining map[storage.SegmentID]bool
 }
 
 // New returns the service. It does no I/O.
 func New(cfg Config, deps Deps) *Service {
-	if cfg.MaxInflight == 0 {
-		cfg.MaxInflight = 64 << 20
-	}
-	if cfg.DrainGrace == 0 {
-		cfg.DrainGrace = time.Second
-	}
+	cfg.setDefaults()
 	if deps.Now == nil {
 		deps.Now = time.Now
 	}
-	return &Service{cfg: cfg, deps: deps, full: make(chan struct{}, 1), primaries: map[storage.SegmentID]*primary{}}
+	if deps.AskPass == nil {
+		deps.AskPass = func(storage.SegmentID, replication.Reason) {}
+	}
+	if deps.SegmentMaxBytes == nil {
+		deps.SegmentMaxBytes = func() int64 { return 0 }
+	}
+	return &Service{
+		cfg: cfg, deps: deps, full: make(chan struct{}, 1), work: newWork(), closing: make(chan struct{}),
+		primaries: map[storage.SegmentID]*primary{}, closed: map[storage.SegmentID]*primary{}, shippers: map[storage.BrokerID]*shipper{},
+		bringers: map[storage.BrokerID]*bringer{}, rejoining: map[storage.SegmentID]bool{},
+	}
+}
+
+// lookEvery is how often a service looks for appends that nobody commits.
+const lookEvery = 250 * time.Millisecond
+
+// Run owns the service's goroutines. It returns when ctx has ended and they have left; appends that wait then are of unknown outcome.
+func (s *Service) Run(ctx context.Context) error {
+	tick := time.NewTicker(lookEvery)
+	defer tick.Stop()
+	for ctx.Err() == nil {
+		select {
+		case <-ctx.Done():
+		case <-tick.C:
+			s.look()
+		}
+	}
+	close(s.closing)
+	s.work.end()
+	for _, p := range s.all() {
+		p.giveUp(fmt.Errorf("%w: %w", storage.ErrOutcomeUnknown, storage.ErrClosed))
+	}
+	return nil
+}
+
+// all are the primaries that serve or have appends waiting.
+func (s *Service) all() []*primary {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	out := make([]*primary, 0, len(s.primaries)+len(s.closed))
+	for _, p := range s.primaries {
+		out = append(out, p)
+	}
+	for _, p := range s.closed {
+		out = append(out, p)
+	}
+	return out
+}
+
+// look asks for passes where appends wait too long for a quorum, and gives up those that nobody can still be waiting for.
+func (s *Service) look() {
+	now := s.deps.Now()
+	for _, p := range s.all() {
+		p.look(now)
+	}
+}
+
+func (s *Service) suspect(id storage.SegmentID) { s.deps.AskPass(id, replication.ReasonPrimaryGone) }
+
+// rejoinSoon has a follower's replica of an earlier boot verified, so that it takes appends again.
+func (s *Service) rejoinSoon(id storage.SegmentID) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.rejoining[id] {
+		return
+	}
+	s.rejoining[id] = s.work.start(func(ctx context.Context) {
+		err := s.deps.Store.Rejoin(ctx, id)
+		s.mu.Lock()
+		delete(s.rejoining, id)
+		s.mu.Unlock()
+		if err != nil && ctx.Err() == nil {
+			s.deps.Logger.Warn("replica does not follow again", "segment", id.String(), "error", err)
+		}
+	})
 }
 
 // Open is an order of the coordinator to open a replica.
@@ -132,14 +220,11 @@ func (s *Service) Open(ctx context.Context, o Open) error {
 	if info.State != "open" || info.End != storage.EndBefore(h.Base) {
 		return fmt.Errorf("open replica %s: it is %s with end %d: %w", h.ID, info.State, info.End, storage.ErrStaleBoot)
 	}
-	now := s.deps.Now()
+	p := s.newPrimary(&h, machine, o)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.primaries[h.ID] == nil {
-		s.primaries[h.ID] = &primary{
-			id: h.ID, slice: h.Slice, base: h.Base, opened: now, clock: max(storage.Time(now.UnixNano()), h.CreateTime), machine: machine, last: h.CreateTime,
-			bytes: int64(len(o.Header)),
-		}
+		s.primaries[h.ID] = p
 	}
 	return nil
 }
@@ -162,89 +247,6 @@ type Appended struct {
 	Base       storage.Offset
 	End        storage.End
 	AppendTime storage.Time
-}
-
-// Append stamps b in place with the next offsets, the append time and the slice it covers, and queues it. done is called when a quorum
-// has it durable, or with storage.ErrOutcomeUnknown if that can't be known. The caller gives b away.
-//
-// A returned error means that nothing was appended: storage.ErrStaleRoute (not served here; look the route up again), ErrFenced,
-// ErrSealed, ErrOverloaded, ErrDiskFull, ErrStorageFailed.
-func (s *Service) Append(id storage.SegmentID, b []byte, done func(Appended, error)) error {
-	p, err := s.serving(id)
-	if err != nil {
-		return err
-	}
-	h, err := batch.ParseHeader(b)
-	if err != nil {
-		return err
-	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	now := s.deps.Now()
-	if now.Before(p.drained) {
-		return fmt.Errorf("segment %s is being closed: %w", id, storage.ErrFenced)
-	}
-	if most := s.cfg.SegmentMaxBytes; most > 0 && p.bytes >= 2*most {
-		return fmt.Errorf("segment %s has twice its size and waits to be closed: %w", id, storage.ErrFenced)
-	}
-	if p.inflight > 0 && p.inflight+int64(len(b)) > s.cfg.MaxInflight {
-		return fmt.Errorf("segment %s has %d bytes in flight: %w", id, p.inflight, storage.ErrOverloaded)
-	}
-	base, err := p.machine.Take(h.Records)
-	if err != nil {
-		return err
-	}
-	at := max(p.clock+storage.Time(now.Sub(p.opened)), p.last)
-	covered := p.slice
-	if p.slice.Covers(h.Slice) { // a part keeps the slice it was cut for: it is never widened
-		covered = h.Slice
-	}
-	batch.Stamp(b, base, at, covered)
-	if h, err = batch.ParseHeader(b); err != nil {
-		p.machine.GiveBack(base)
-		return err
-	}
-	a := Appended{Base: base, End: h.End(), AppendTime: at}
-	size := int64(len(b))
-	err = s.deps.Store.Append(id, &h, b, func(err error) {
-		p.settle(s.cfg.Self, a.End, size, err)
-		if err != nil {
-			err = fmt.Errorf("%w: %w", storage.ErrOutcomeUnknown, err)
-		}
-		done(a, err)
-	})
-	if err != nil {
-		p.machine.GiveBack(base)
-		if errors.Is(err, storage.ErrFenced) || errors.Is(err, storage.ErrSealed) || errors.Is(err, storage.ErrUnknownSegment) {
-			p.machine.Stop(err) // for ever: only a pass fences
-		}
-		return err
-	}
-	p.last = at
-	p.bytes += size
-	if most := s.cfg.SegmentMaxBytes; most > 0 && p.bytes >= most && p.bytes-size < most {
-		select {
-		case s.full <- struct{}{}:
-		default:
-		}
-	}
-	p.inflight += size
-	return nil
-}
-
-// settle counts the own barrier of an append.
-func (p *primary) settle(self storage.BrokerID, end storage.End, size int64, err error) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if err == nil {
-		p.machine.Confirm(self, end)
-	} else {
-		p.machine.Stop(err)
-	}
-	if p.inflight -= size; p.inflight == 0 && p.idle != nil {
-		close(p.idle)
-		p.idle = nil
-	}
 }
 
 // Committed returns the committed end of a segment that is served here. Errors: storage.ErrUnknownSegment if this broker has no replica of it
@@ -289,12 +291,16 @@ func (s *Service) Serving() []Load {
 	return out
 }
 
-// Ask answers the first question of a pass: does this broker serve the segment?
+// Ask answers the first question of a pass: does this broker serve the segment, and is its quorum up as far as it knows?
 func (s *Service) Ask(_ context.Context, id storage.SegmentID) (serving bool, err error) {
-	if err := s.deps.Store.Failed(); err != nil {
+	p := s.primary(id)
+	if p == nil || s.deps.Store.Failed() != nil {
 		return false, nil
 	}
-	return s.primary(id) != nil, nil
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	_, urgent, _ := p.machine.Due()
+	return !urgent && p.machine.Stopped() == nil, nil
 }
 
 // Drain stops accepting appends to the segment and waits, at most the grace, until what is in flight has settled.
@@ -341,39 +347,48 @@ func (s *Service) Fence(ctx context.Context, id storage.SegmentID, header []byte
 func (s *Service) stopServing(id storage.SegmentID) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	p := s.primaries[id]
+	if p == nil {
+		return
+	}
 	delete(s.primaries, id)
+	if p.close() { // its appends in flight wait for the recorded end
+		s.closed[id] = p
+	}
+}
+
+// resolve gives every append that waits its outcome by the recorded end.
+func (s *Service) resolve(id storage.SegmentID, end storage.End) {
+	s.stopServing(id)
+	s.mu.Lock()
+	p := s.closed[id]
+	delete(s.closed, id)
+	s.mu.Unlock()
+	if p != nil {
+		p.resolve(end)
+	}
 }
 
 // Seal completes a replica at the recorded end and digest.
 func (s *Service) Seal(ctx context.Context, id storage.SegmentID, end storage.End, digest storage.Digest) error {
-	s.stopServing(id)
+	s.resolve(id, end)
 	return s.deps.Store.Seal(ctx, id, end, digest)
 }
 
 // Drop removes a replica that a recorded fact condemns.
 func (s *Service) Drop(ctx context.Context, id storage.SegmentID) error {
 	s.stopServing(id)
-	return s.deps.Store.Drop(ctx, id)
-}
-
-// Read returns committed batches from offset on: see rangelog.Store.Read. An open segment is read at its primary only.
-func (s *Service) Read(id storage.SegmentID, open bool, from storage.Offset, limit storage.End, maxBytes int, alloc func(n int) []byte) ([]rangelog.Batch, error) {
-	if open {
-		committed, err := s.Committed(id)
-		if err != nil {
-			return nil, err
-		}
-		limit = min(limit, committed)
+	s.mu.Lock()
+	p := s.closed[id]
+	delete(s.closed, id)
+	s.mu.Unlock()
+	if p != nil {
+		p.giveUp(fmt.Errorf("the segment was dropped: %w", storage.ErrOutcomeUnknown))
 	}
-	return s.deps.Store.Read(id, from, limit, maxBytes, alloc)
+	return s.deps.Store.Drop(ctx, id)
 }
 
 // OffsetAt returns the first offset appended at or after a time: see rangelog.Store.OffsetAt.
 func (s *Service) OffsetAt(id storage.SegmentID, at storage.Time) (storage.Offset, error) {
 	return s.deps.Store.OffsetAt(id, at)
-}
-
-// Watch tells c when more of a segment may be readable: see rangelog.Store.Watch.
-func (s *Service) Watch(id storage.SegmentID, c chan<- struct{}) (cancel func()) {
-	return s.deps.Store.Watch(id, c)
 }

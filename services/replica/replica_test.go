@@ -34,7 +34,9 @@ func service(t *testing.T, boot storage.Boot, clock *time.Time) *Service {
 			t.Error(err)
 		}
 	})
-	return New(Config{Self: 1, Boot: boot, SegmentMaxBytes: 4 << 10}, Deps{Store: store, Logger: slog.New(slog.DiscardHandler), Now: func() time.Time { return *clock }})
+	return New(Config{Self: 1, Boot: boot}, Deps{
+		Store: store, Logger: slog.New(slog.DiscardHandler), SegmentMaxBytes: func() int64 { return 4 << 10 }, Now: func() time.Time { return *clock },
+	})
 }
 
 func header(t *testing.T, created time.Time) []byte {

@@ -42,6 +42,8 @@ type Marker struct {
 	Journal bool `json:"journal"`
 	// Founding: this start, or one before that a crash cut short, founds the cluster.
 	Founding bool `json:"founding"`
+	// Joining: the cluster has admitted this broker, and no start has come as far as being registered there.
+	Joining bool `json:"joining,omitempty"`
 	// StorageFailed is why writing ended, until an operator or a completed recovery clears it.
 	StorageFailed string `json:"storage_failed,omitempty"`
 }

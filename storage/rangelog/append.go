@@ -10,6 +10,7 @@ import (
 	"github.com/malachilog/malachi/storage"
 	"github.com/malachilog/malachi/storage/batch"
 	"github.com/malachilog/malachi/storage/journal"
+	"github.com/malachilog/malachi/storage/replication"
 	"github.com/malachilog/malachi/storage/segment"
 	"github.com/malachilog/malachi/storage/vfs"
 )
@@ -78,7 +79,7 @@ func (s *Store) queueOpen(r *replica, done func(error)) error {
 		done(err)
 	}})
 	if err != nil {
-		r.state = stateDropped
+		r.m.Drop()
 	}
 	return err
 }
@@ -99,22 +100,22 @@ func ignoreMissing(err error) error {
 func newReplica(h segment.Header, raw []byte) *replica {
 	t := segment.NewTally(h, len(raw))
 	return &replica{admin: make(chan struct{}, 1), id: h.ID, header: h, raw: raw, name: fileName(h.ID),
-		queuedEnd: t.End, queuedPos: t.Pos, durableEnd: t.End, tally: t}
+		m: replication.NewReplica(h.Base), queuedPos: t.Pos, tally: t}
 }
 
 func (r *replica) createAgain(header []byte, done func(error)) error {
 	r.mu.Lock()
 	switch {
-	case r.state == stateDropped:
+	case r.m.State() == replication.StateDropped:
 		r.mu.Unlock()
 		return fmt.Errorf("open replica %s: it was dropped: %w", r.id, storage.ErrUnknownSegment)
 	case string(r.raw) != string(header):
 		r.mu.Unlock()
 		return fmt.Errorf("open replica %s with another header: %w", r.id, storage.ErrConflict)
-	case r.state == stateSealed:
+	case r.m.State() == replication.StateSealed:
 		r.mu.Unlock()
 		return fmt.Errorf("open replica %s: %w", r.id, storage.ErrSealed)
-	case !r.openDurable:
+	case !r.m.OpenDurable():
 		r.waiters = append(r.waiters, waiter{storage.EndBefore(r.header.Base), done})
 		r.mu.Unlock()
 		return nil
@@ -200,15 +201,15 @@ func (s *Store) notLiveFile(id storage.SegmentID) error {
 // A returned error means that nothing was queued: storage.ErrGap, ErrFenced, ErrSealed, ErrUnknownSegment, ErrStaleBoot (the replica is of
 // an earlier boot), ErrDamaged, ErrDiskFull, ErrOverloaded, ErrUnavailable (being opened or sealed), ErrStorageFailed, ErrCorrupt, ErrInvalid.
 func (s *Store) Append(id storage.SegmentID, h *batch.Header, b []byte, done func(error)) error {
-	return s.extend(id, journal.KindAppend, h, b, done)
+	return s.extend(id, replication.FromPrimary, h, b, done)
 }
 
 // Recovered queues a batch onto a fenced replica, on behalf of a pass. Otherwise as Append.
 func (s *Store) Recovered(id storage.SegmentID, h *batch.Header, b []byte, done func(error)) error {
-	return s.extend(id, journal.KindRecovered, h, b, done)
+	return s.extend(id, replication.FromPass, h, b, done)
 }
 
-func (s *Store) extend(id storage.SegmentID, kind journal.Kind, h *batch.Header, b []byte, done func(error)) error {
+func (s *Store) extend(id storage.SegmentID, from replication.Origin, h *batch.Header, b []byte, done func(error)) error {
 	if err := verified(h, b); err != nil {
 		return fmt.Errorf("append to %s: %w", id, err)
 	}
@@ -219,11 +220,11 @@ func (s *Store) extend(id storage.SegmentID, kind journal.Kind, h *batch.Header,
 	if err != nil {
 		return fmt.Errorf("append: %w", err)
 	}
-	if kind == journal.KindAppend && s.diskFull.Load() {
+	if from == replication.FromPrimary && s.diskFull.Load() {
 		return fmt.Errorf("append to %s: %w", id, storage.ErrDiskFull)
 	}
 	for {
-		need, err := s.tryExtend(r, kind, h, b, done)
+		need, err := s.tryExtend(r, from, h, b, done)
 		if err == nil && need > 0 {
 			err = s.grow(r, need)
 		} else if err == nil {
@@ -247,25 +248,25 @@ func verified(h *batch.Header, b []byte) error {
 }
 
 // tryExtend queues the batch, or answers that the file needs a reservation up to need first.
-func (s *Store) tryExtend(r *replica, kind journal.Kind, h *batch.Header, b []byte, done func(error)) (need int64, err error) {
+func (s *Store) tryExtend(r *replica, from replication.Origin, h *batch.Header, b []byte, done func(error)) (need int64, err error) {
 	r.mu.Lock()
-	if err := r.takes(kind); err != nil {
-		r.mu.Unlock()
+	defer r.mu.Unlock()
+	end := h.End()
+	step, err := r.take(from, h.Base, end)
+	if err != nil {
 		return 0, err
 	}
-	end := h.End()
-	if h.Base != r.queuedEnd.Next() && !mutate.On("rangelog.accept-gap") {
-		defer r.mu.Unlock()
-		if end > r.queuedEnd {
-			return 0, fmt.Errorf("batch at %d, end is %d: %w", h.Base, r.queuedEnd, storage.ErrGap)
-		}
+	if step != replication.StepQueue {
 		r.whenDurable(end, done)
 		return 0, nil
 	}
-	defer r.mu.Unlock()
 	pos := r.queuedPos + int64(len(b))
 	if pos > r.reserved.Load() {
 		return pos, nil
+	}
+	kind := journal.KindAppend
+	if from == replication.FromPass {
+		kind = journal.KindRecovered
 	}
 	err = s.j.Append(journal.Entry{Kind: kind, Segment: r.id, Data: b, Done: func(err error) {
 		r.barrier(end, err)
@@ -274,36 +275,26 @@ func (s *Store) tryExtend(r *replica, kind journal.Kind, h *batch.Header, b []by
 	if err != nil {
 		return 0, err
 	}
-	r.queuedEnd, r.queuedPos, r.queuedDigest, r.queuedTime = end, pos, segment.Chain(r.queuedDigest, b), h.AppendTime
+	r.m.Extended(end)
+	r.queuedPos, r.queuedDigest, r.queuedTime = pos, segment.Chain(r.queuedDigest, b), h.AppendTime
 	return 0, nil
 }
 
-// takes says why the replica can't be extended by an entry of this kind. Called with mu held.
-func (r *replica) takes(kind journal.Kind) error {
+// take asks the machine what to do with a batch. Called with mu held.
+func (r *replica) take(from replication.Origin, first storage.Offset, end storage.End) (replication.Step, error) {
+	step, err := r.m.Take(from, first, end)
 	switch {
-	case r.state == stateDropped:
-		return storage.ErrUnknownSegment
-	case r.state == stateSealed:
-		return storage.ErrSealed
-	case r.damaged != nil:
-		return fmt.Errorf("%w: %w", storage.ErrDamaged, r.damaged)
-	case kind == journal.KindAppend && r.state == stateFenced && !mutate.On("rangelog.append-after-fence"):
-		return storage.ErrFenced
-	case kind == journal.KindAppend && r.restarted && !mutate.On("rangelog.append-after-restart"):
-		return storage.ErrStaleBoot
-	case kind == journal.KindRecovered && r.state != stateFenced:
-		return fmt.Errorf("replica is not fenced: %w", storage.ErrConflict)
-	case kind == journal.KindRecovered && r.unverified:
-		return fmt.Errorf("replica was not verified since the restart: %w", storage.ErrStaleBoot)
-	case r.sealing || r.cutTo != nil:
-		return fmt.Errorf("replica is being sealed: %w", storage.ErrUnavailable)
+	case errors.Is(err, storage.ErrFenced) && mutate.On("rangelog.append-after-fence"),
+		errors.Is(err, storage.ErrStaleBoot) && from == replication.FromPrimary && mutate.On("rangelog.append-after-restart"),
+		first != r.m.Queued().Next() && (err == nil || errors.Is(err, storage.ErrGap)) && mutate.On("rangelog.accept-gap"):
+		return replication.StepQueue, nil
 	}
-	return nil
+	return step, err
 }
 
 // whenDurable calls done once the barrier covers end, at once if it does. Called with mu held.
 func (r *replica) whenDurable(end storage.End, done func(error)) {
-	if end > r.durableEnd && !mutate.On("rangelog.replay-answered-before-barrier") {
+	if r.m.Replayed(end) == replication.StepWait && !mutate.On("rangelog.replay-answered-before-barrier") {
 		r.waiters = append(r.waiters, waiter{end, done})
 		return
 	}
@@ -316,13 +307,12 @@ func (r *replica) whenDurable(end storage.End, done func(error)) {
 func (r *replica) barrier(end storage.End, err error) {
 	r.mu.Lock()
 	if err == nil {
-		r.durableEnd = max(r.durableEnd, end)
-		r.openDurable = true
+		r.m.Barrier(end)
 	}
 	var ready []waiter
 	keep := r.waiters[:0]
 	for _, w := range r.waiters {
-		if err != nil || w.end <= r.durableEnd {
+		if err != nil || w.end <= r.m.Durable() {
 			ready = append(ready, w)
 		} else {
 			keep = append(keep, w)

@@ -549,8 +549,8 @@ func holds(s *Store, world map[storage.SegmentID]segState) error {
 		if err := s.verifyRestarted(r); err != nil {
 			return err
 		}
-		if r.damaged != nil {
-			return fmt.Errorf("segment %s: %w", id, r.damaged)
+		if r.m.Damaged() != nil {
+			return fmt.Errorf("segment %s: %w", id, r.m.Damaged())
 		}
 		if p := world[id].phase; p != phaseOpen && p != phaseFenced {
 			return fmt.Errorf("segment %s is live, but is %q", id, p)
@@ -576,8 +576,8 @@ func holdsSegment(s *Store, id storage.SegmentID, st segState) error {
 	switch {
 	case r == nil:
 		return errors.New("it is not live")
-	case (r.state == stateFenced) != (st.phase == phaseFenced) || r.state != stateOpen && r.state != stateFenced:
-		return fmt.Errorf("it is in state %d", r.state)
+	case r.m.State().String() != map[bool]string{false: "open", true: "fenced"}[st.phase == phaseFenced]:
+		return fmt.Errorf("it is %s", r.m.State())
 	case r.tally.End != st.end || r.tally.Digest != st.digest || r.tally.Pos != int64(len(st.bytes)):
 		return fmt.Errorf("it ends at %d with %x, not at %d with %x", r.tally.End, r.tally.Digest, st.end, st.digest)
 	}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/malachilog/malachi/e2e/inv"
 	"github.com/malachilog/malachi/storage"
+	"github.com/malachilog/malachi/storage/replication"
 	"github.com/malachilog/malachi/storage/vfs/faultfs"
 	"github.com/malachilog/malachi/storage/vfs/memfs"
 )
@@ -75,7 +76,7 @@ func faultRun(t *testing.T, direct bool, n int, effect faultfs.Effect) (fired bo
 func (c *script) failedStore() {
 	c.t.Helper()
 	for id, r := range c.s.replicas {
-		h, b := testBatch(c.t, r.queuedEnd.Next(), 1, 10)
+		h, b := testBatch(c.t, r.m.Queued().Next(), 1, 10)
 		err := c.s.Append(id, h, b, never(c.t, "append after the failure"))
 		if err == nil {
 			c.t.Errorf("append to %s after the failure was taken", id)
@@ -83,7 +84,7 @@ func (c *script) failedStore() {
 		if err := c.call(func(ctx context.Context) error { _, err := c.s.Fence(ctx, id, r.raw); return err }); err == nil {
 			c.t.Errorf("%s voted after the failure", id)
 		}
-		if r.unverified || r.state == stateDropped || r.cutTo != nil {
+		if r.m.Unverified() || r.m.State() == replication.StateDropped || r.m.Cutting() {
 			continue
 		}
 		got, err := c.s.Read(id, r.header.Base, r.tally.End, 8<<20, nil)

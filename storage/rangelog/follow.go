@@ -168,7 +168,7 @@ func (r *replica) giveBatches(entries []journal.Entry) error {
 // giveBytes writes whole batches at the end of what was given.
 func (r *replica) giveBytes(data []byte) error {
 	r.mu.Lock()
-	pos, damaged := r.tally.Pos, r.damaged // only the follower moves the tally
+	pos, damaged := r.tally.Pos, r.m.Damaged() // only the follower moves the tally
 	r.mu.Unlock()
 	if damaged != nil {
 		return nil // a cut that could not be carried out came before: the file is kept as it is
@@ -246,6 +246,7 @@ func (s *Store) giveCut(r *replica, end storage.End) error {
 	}
 	r.mu.Lock()
 	r.cutTo = nil
+	r.m.CutDone()
 	r.wake()
 	r.mu.Unlock()
 	return nil
@@ -256,7 +257,7 @@ func (s *Store) damage(r *replica, err error) {
 	s.log.Error("replica is damaged; it neither votes nor serves", "segment", r.id.String(), "error", err)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.damaged = err
+	r.m.Damage(err)
 	r.wake()
 }
 
@@ -423,7 +424,7 @@ func (s *Store) takeNote() (journal.Note, *given) {
 // note is what a checkpoint says of the replica now. Called with mu held.
 func (r *replica) note() journal.SegmentNote {
 	return journal.SegmentNote{ID: r.id, End: r.tally.End, Pos: r.tally.Pos, Digest: r.tally.Digest,
-		Fenced: r.givenFenced && !mutate.On("rangelog.forget-fence"), Damaged: r.damaged != nil}
+		Fenced: r.givenFenced && !mutate.On("rangelog.forget-fence"), Damaged: r.m.Damaged() != nil}
 }
 
 // syncGiven makes durable what the note claims. Any failure is final: nothing written since the last good sync can be trusted.

@@ -9,6 +9,7 @@ import (
 
 	"github.com/malachilog/malachi/storage"
 	"github.com/malachilog/malachi/storage/batch"
+	"github.com/malachilog/malachi/storage/replication"
 	"github.com/malachilog/malachi/storage/segment"
 	"github.com/malachilog/malachi/storage/vfs"
 )
@@ -39,7 +40,7 @@ func (s *Store) Read(id storage.SegmentID, from storage.Offset, limit storage.En
 	r.ioMu.RLock()
 	defer r.ioMu.RUnlock()
 	r.mu.Lock()
-	src, damaged, stale, dropped := source{r.file, r.tally}, r.damaged, r.unverified, r.state == stateDropped
+	src, damaged, stale, dropped := source{r.file, r.tally}, r.m.Damaged(), r.m.Unverified(), r.m.State() == replication.StateDropped
 	r.mu.Unlock()
 	switch {
 	case dropped:
@@ -198,7 +199,7 @@ func (s *Store) OffsetAt(id storage.SegmentID, at storage.Time) (storage.Offset,
 	r.ioMu.RLock()
 	defer r.ioMu.RUnlock()
 	r.mu.Lock()
-	src, stale := source{r.file, r.tally}, r.unverified || r.damaged != nil
+	src, stale := source{r.file, r.tally}, r.m.Unverified() || r.m.Damaged() != nil
 	r.mu.Unlock()
 	if stale || src.f == nil {
 		return 0, fmt.Errorf("find time in %s: %w", id, storage.ErrStaleBoot)

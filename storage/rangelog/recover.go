@@ -11,6 +11,7 @@ import (
 	"github.com/malachilog/malachi/storage"
 	"github.com/malachilog/malachi/storage/batch"
 	"github.com/malachilog/malachi/storage/journal"
+	"github.com/malachilog/malachi/storage/replication"
 	"github.com/malachilog/malachi/storage/segment"
 	"github.com/malachilog/malachi/storage/vfs"
 )
@@ -95,13 +96,13 @@ func (s *Store) replay(found *journal.Recovered) error {
 	s.recovered.Segments = len(s.replicas)
 	s.applied = found.Last
 	for id, r := range s.replicas {
-		r.restarted = true
 		if r.missing != nil {
 			s.damage(r, r.missing)
 		}
-		r.queuedEnd, r.durableEnd, r.queuedPos, r.queuedDigest = r.tally.End, r.tally.End, r.tally.Pos, r.tally.Digest
-		if r.damaged != nil {
-			s.recovered.Damaged[id] = r.damaged
+		r.m = replication.RecoverReplica(r.tally.End, r.givenFenced, r.m.Damaged())
+		r.queuedPos, r.queuedDigest = r.tally.Pos, r.tally.Digest
+		if err := r.m.Damaged(); err != nil {
+			s.recovered.Damaged[id] = err
 		}
 	}
 	return err
@@ -111,7 +112,7 @@ func (s *Store) replay(found *journal.Recovered) error {
 // it was acknowledged is in the journal, which is replayed over it. A file that does not hold what the note says is damage of this replica:
 // it is kept as it is.
 func (s *Store) takeUp(n journal.SegmentNote) error {
-	r := &replica{admin: make(chan struct{}, 1), id: n.ID, name: fileName(n.ID), unverified: true, live: true, openDurable: true}
+	r := &replica{admin: make(chan struct{}, 1), id: n.ID, name: fileName(n.ID), live: true, givenFenced: n.Fenced}
 	s.replicas[n.ID] = r
 	if err := r.takeUpFile(s.fs, n); err != nil {
 		if !errors.Is(err, storage.ErrCorrupt) && !vfs.IsNotExist(err) {
@@ -119,13 +120,10 @@ func (s *Store) takeUp(n journal.SegmentNote) error {
 		}
 		s.damage(r, err)
 	}
-	if n.Damaged && r.damaged == nil {
+	if n.Damaged && r.m.Damaged() == nil {
 		s.damage(r, errKnownDamage)
 	}
 	r.tally.End, r.tally.Pos, r.tally.Digest = n.End, n.Pos, n.Digest
-	if n.Fenced {
-		r.state, r.fenceDurable, r.givenFenced = stateFenced, true, true
-	}
 	return nil
 }
 
@@ -160,9 +158,9 @@ func (s *Store) replayEntry(k journal.Kind, id storage.SegmentID, data []byte) e
 	case r == nil:
 		return fmt.Errorf("no open entry and no note of it: %w", storage.ErrCorrupt)
 	case k == journal.KindFence:
-		r.state, r.fenceDurable, r.givenFenced = stateFenced, true, true
+		r.givenFenced = true
 		return nil
-	case r.damaged != nil:
+	case r.m.Damaged() != nil:
 		return nil // it is kept as evidence; it neither votes nor serves
 	case k == journal.KindCut:
 		end, err := journal.ParseCut(data)
@@ -189,7 +187,7 @@ func (s *Store) replayOpen(header []byte) error {
 		return err
 	}
 	r := newReplica(h, raw)
-	r.unverified, r.live, r.openDurable = true, true, true
+	r.live = true
 	if err := s.fs.MkdirAll(path.Dir(r.name)); err != nil {
 		return err
 	}
@@ -215,7 +213,7 @@ func (s *Store) replayBatch(r *replica, k journal.Kind, data []byte) error {
 	if h.Base != r.tally.End.Next() || h.Size() != len(data) {
 		return fmt.Errorf("batch at %d of %d bytes, end is %d: %w", h.Base, h.Size(), r.tally.End, storage.ErrCorrupt)
 	}
-	if k == journal.KindAppend && r.state == stateFenced {
+	if k == journal.KindAppend && r.givenFenced {
 		return fmt.Errorf("append behind the fence: %w", storage.ErrCorrupt)
 	}
 	if _, err := r.file.WriteAt(data, r.tally.Pos); err != nil {
@@ -234,7 +232,7 @@ func (s *Store) lostGroups() error {
 		return nil
 	}
 	for id, r := range s.replicas {
-		if r.file == nil || r.damaged != nil {
+		if r.file == nil || r.m.Damaged() != nil {
 			continue
 		}
 		b := make([]byte, batch.HeaderSize)
@@ -288,6 +286,7 @@ func (s *Store) recoveryCheckpoint(found *journal.Recovered) error {
 		}
 	}
 	if mutate.On("rangelog.vote-before-recovery-checkpoint") {
+		s.checkpointed()
 		return nil
 	}
 	for d := range dirs {
@@ -305,13 +304,25 @@ func (s *Store) recoveryCheckpoint(found *journal.Recovered) error {
 	if _, err := s.j.WriteGroup(); err != nil {
 		return err
 	}
-	_, err := s.FollowGroup()
-	return err
+	if _, err := s.FollowGroup(); err != nil {
+		return err
+	}
+	s.checkpointed()
+	return nil
+}
+
+// checkpointed lets the recovered replicas answer: everything that was replayed survives the next crash (INV-D12).
+func (s *Store) checkpointed() {
+	for _, r := range s.replicas {
+		r.mu.Lock()
+		r.m.Checkpointed()
+		r.mu.Unlock()
+	}
 }
 
 // cutRest truncates a recovered file to its end, unread.
 func (r *replica) cutRest() error {
-	if r.file == nil || r.damaged != nil {
+	if r.file == nil || r.m.Damaged() != nil {
 		return nil
 	}
 	size, err := r.file.Size()

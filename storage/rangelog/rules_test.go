@@ -467,7 +467,7 @@ func TestOpenThatFailsLeavesNothing(t *testing.T) {
 					t.Errorf("operation %d: %v", n, err)
 					continue
 				}
-				if r := s.lookup(segA); r != nil && fired && (r.tally.End != 0 || r.damaged != nil) {
+				if r := s.lookup(segA); r != nil && fired && (r.tally.End != 0 || r.m.Damaged() != nil) {
 					t.Errorf("operation %d: a phantom with end %d", n, r.tally.End)
 				}
 				if r := s.lookup(segB); r == nil || r.tally.End != 1 {

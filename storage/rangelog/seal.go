@@ -10,6 +10,7 @@ import (
 	"github.com/malachilog/malachi/e2e/inv/mutate"
 	"github.com/malachilog/malachi/storage"
 	"github.com/malachilog/malachi/storage/journal"
+	"github.com/malachilog/malachi/storage/replication"
 	"github.com/malachilog/malachi/storage/segment"
 	"github.com/malachilog/malachi/storage/vfs"
 )
@@ -60,7 +61,7 @@ func (s *Store) fence(ctx context.Context, r *replica) (Vote, error) {
 		return Vote{}, err
 	}
 	// A pass that runs beside this one may be extending or cutting the replica: the vote is what is durable, and what the file holds.
-	if err := s.waitFor(ctx, r, func() bool { return r.cutTo == nil }); err != nil {
+	if err := s.waitFor(ctx, r, func() bool { return !r.m.Cutting() }); err != nil {
 		return Vote{}, err
 	}
 	if err := s.await(ctx, func(done func(error)) error { r.flushed(done); return nil }); err != nil {
@@ -75,43 +76,34 @@ func (s *Store) vote(r *replica) (Vote, error) {
 	if err := s.Failed(); err != nil { // casts no vote, whatever is durable (INV-D8)
 		return Vote{}, err
 	}
-	switch {
-	case r.damaged != nil:
-		return Vote{}, fmt.Errorf("%w: %w", storage.ErrDamaged, r.damaged)
-	case r.state == stateDropped:
-		return Vote{}, storage.ErrUnknownSegment
-	case r.cutTo != nil || r.durableEnd != r.queuedEnd:
-		return Vote{}, fmt.Errorf("another pass is changing the replica: %w", storage.ErrUnavailable)
+	if err := r.m.Vote(); err != nil {
+		return Vote{}, err
 	}
-	return Vote{End: r.queuedEnd, Pos: r.queuedPos, Digest: r.queuedDigest, Header: r.raw, LastAppend: r.queuedTime}, nil
+	return Vote{End: r.m.Queued(), Pos: r.queuedPos, Digest: r.queuedDigest, Header: r.raw, LastAppend: r.queuedTime}, nil
 }
 
 func (s *Store) queueFence(r *replica, done func(error)) error {
 	r.mu.Lock()
-	switch {
-	case r.state == stateDropped:
+	queue, err := r.m.Fence()
+	if err != nil || !queue {
 		r.mu.Unlock()
-		return storage.ErrUnknownSegment
-	case r.state == stateSealed:
-		r.mu.Unlock()
-		return storage.ErrSealed
-	case r.fenceDurable:
-		r.mu.Unlock()
-		done(nil)
-		return nil
+		if err == nil {
+			done(nil)
+		}
+		return err
 	}
 	defer r.mu.Unlock()
 	// Fencing again while the first fence is under way writes a second entry: it means the same.
-	err := s.j.Append(journal.Entry{Kind: journal.KindFence, Segment: r.id, Done: func(err error) {
+	err = s.j.Append(journal.Entry{Kind: journal.KindFence, Segment: r.id, Done: func(err error) {
 		if err == nil {
 			r.mu.Lock()
-			r.fenceDurable = true
+			r.m.FenceBarrier()
 			r.mu.Unlock()
 		}
 		done(err)
 	}})
 	if err == nil {
-		r.state = stateFenced
+		r.m.FenceQueued()
 	}
 	return err
 }
@@ -120,7 +112,7 @@ func (s *Store) queueFence(r *replica, done func(error)) error {
 func (r *replica) flushed(done func(error)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.whenDurable(r.queuedEnd, done)
+	r.whenDurable(r.m.Queued(), done)
 }
 
 // await runs queue with a done that it then waits for.
@@ -174,7 +166,7 @@ func (r *replica) giveAdmin() { <-r.admin }
 // with admin taken: nothing extends or cuts an unverified replica, so the file stands still.
 func (s *Store) verifyRestarted(r *replica) error {
 	r.mu.Lock()
-	skip, want := !r.unverified || r.damaged != nil || r.state == stateDropped, r.tally
+	skip, want := !r.m.Unverified() || r.m.Damaged() != nil || r.m.State() == replication.StateDropped, r.tally
 	r.mu.Unlock()
 	if skip {
 		return nil
@@ -191,7 +183,8 @@ func (s *Store) verifyRestarted(r *replica) error {
 	switch {
 	case err == nil:
 		r.mu.Lock()
-		r.tally, r.unverified, r.queuedTime = t, false, t.LastAppend
+		r.m.Verified()
+		r.tally, r.queuedTime = t, t.LastAppend
 		r.mu.Unlock()
 	case errors.Is(err, storage.ErrCorrupt):
 		s.damage(r, err)
@@ -239,7 +232,7 @@ func (s *Store) seal(ctx context.Context, r *replica, end storage.End, digest st
 	defer func() {
 		if !queued { // with a sealed entry under way the replica stays closed
 			r.mu.Lock()
-			r.sealing = false
+			r.m.AbortSeal()
 			r.mu.Unlock()
 		}
 	}()
@@ -265,7 +258,7 @@ func (s *Store) queueSealed(r *replica, end storage.End, digest storage.Digest, 
 	return s.j.Append(journal.Entry{Kind: journal.KindSealed, Segment: r.id, Data: journal.EncodeSealed(end, digest), Done: func(err error) {
 		if err == nil {
 			r.mu.Lock()
-			r.state = stateSealed
+			r.m.EndSeal()
 			r.wake()
 			r.mu.Unlock()
 		}
@@ -277,34 +270,21 @@ func (s *Store) queueSealed(r *replica, end storage.End, digest storage.Digest, 
 func (r *replica) beginSeal(end storage.End, digest storage.Digest) (again bool, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	switch {
-	case r.state == stateDropped:
-		return false, storage.ErrUnknownSegment
-	case r.state == stateSealed && r.queuedEnd == end && r.queuedDigest == digest:
-		return true, nil
-	case r.state == stateSealed:
-		return false, fmt.Errorf("it is sealed at %d with %016x: %w", r.queuedEnd, uint64(r.queuedDigest), storage.ErrConflict)
-	case r.damaged != nil:
-		return false, fmt.Errorf("%w: %w", storage.ErrDamaged, r.damaged)
-	case r.state != stateFenced || !r.fenceDurable:
-		return false, fmt.Errorf("replica is not fenced: %w", storage.ErrConflict)
-	case r.sealing: // by a call that gave up while its entry was under way
-		return false, fmt.Errorf("another seal is under way: %w", storage.ErrUnavailable)
-	case r.queuedEnd < end:
-		return false, fmt.Errorf("copy ends at %d: %w", r.queuedEnd, storage.ErrGap)
+	again, err = r.m.BeginSeal(end)
+	if again && (r.m.Queued() != end || r.queuedDigest != digest) {
+		return false, fmt.Errorf("it is sealed at %d with %016x: %w", r.m.Queued(), uint64(r.queuedDigest), storage.ErrConflict)
 	}
-	r.sealing = true
-	return false, nil
+	return again, err
 }
 
 // settle waits until the file has been given everything, and cuts what lies beyond end. It answers the tally at end, which has digest.
 func (s *Store) settle(ctx context.Context, r *replica, end storage.End, digest storage.Digest) (segment.Tally, error) {
-	given := func() bool { return r.damaged != nil || r.cutTo == nil && r.tally.End == r.queuedEnd }
+	given := func() bool { return r.m.Damaged() != nil || !r.m.Cutting() && r.tally.End == r.m.Queued() }
 	if err := s.waitFor(ctx, r, given); err != nil {
 		return segment.Tally{}, err
 	}
 	r.mu.Lock()
-	t, damaged := r.tally, r.damaged
+	t, damaged := r.tally, r.m.Damaged()
 	r.mu.Unlock()
 	if damaged != nil {
 		return t, fmt.Errorf("%w: %w", storage.ErrDamaged, damaged)
@@ -335,14 +315,15 @@ func (s *Store) queueCut(r *replica, t segment.Tally, done func(error)) error {
 	err := s.j.Append(journal.Entry{Kind: journal.KindCut, Segment: r.id, Data: journal.EncodeCut(t.End), Done: func(err error) {
 		if err == nil {
 			r.mu.Lock()
-			r.durableEnd = t.End
+			r.m.CutBarrier(t.End)
 			r.mu.Unlock()
 		}
 		done(err)
 	}})
 	if err == nil {
+		r.m.CutQueued(t.End)
 		r.cutTo = &t
-		r.queuedEnd, r.queuedPos, r.queuedDigest, r.queuedTime = t.End, t.Pos, t.Digest, t.LastAppend
+		r.queuedPos, r.queuedDigest, r.queuedTime = t.Pos, t.Digest, t.LastAppend
 	}
 	return err
 }
@@ -465,7 +446,7 @@ func (s *Store) queueDrop(r *replica, done func(error)) error {
 	defer r.mu.Unlock()
 	err := s.j.Append(journal.Entry{Kind: journal.KindDropped, Segment: r.id, Done: done})
 	if err == nil {
-		r.state = stateDropped
+		r.m.Drop()
 		r.wake()
 	}
 	return err

@@ -25,6 +25,7 @@ import (
 
 	"github.com/malachilog/malachi/storage"
 	"github.com/malachilog/malachi/storage/journal"
+	"github.com/malachilog/malachi/storage/replication"
 	"github.com/malachilog/malachi/storage/segment"
 	"github.com/malachilog/malachi/storage/vfs"
 )
@@ -92,16 +93,6 @@ type RecoveryReport struct {
 	Damaged         map[storage.SegmentID]error
 }
 
-// state of a replica, in the order in which it can only go forward.
-type state uint8
-
-const (
-	stateOpen state = iota
-	stateFenced
-	stateSealed
-	stateDropped
-)
-
 // replica is one segment replica that is not yet sealed, or was sealed by this process.
 type replica struct {
 	admin chan struct{} // holds one token; who takes it may verify, seal or drop
@@ -117,16 +108,12 @@ type replica struct {
 
 	mu   sync.Mutex
 	file vfs.File
-	// queued is what was handed to the journal, in this order.
-	queuedEnd    storage.End
+	// m decides what is taken, answered and voted; it is the machine that the simulator of storage/replication runs.
+	m replication.Replica
+	// queued is what was handed to the journal, below m.Queued().
 	queuedPos    int64
 	queuedDigest storage.Digest
 	queuedTime   storage.Time // append time of the newest batch
-	state        state        // as queued
-	// durable is what a barrier has covered.
-	durableEnd   storage.End
-	openDurable  bool
-	fenceDurable bool
 	// given is what the follower has written to the file.
 	tally       segment.Tally
 	givenFenced bool
@@ -134,16 +121,12 @@ type replica struct {
 	endGiven    bool // a sealed or dropped entry was given: the follower does not touch the file again
 	dirty       bool // the file has bytes that no sync has covered
 
-	sealing    bool           // a seal is under way: nothing extends the replica
-	cutTo      *segment.Tally // what the queued cut leaves, verified; nil once it was given
-	missing    error          // while replaying: the file has only size bytes, fewer than the checkpoint notes
-	size       int64          // with missing
-	restarted  bool           // taken up by Open: of an earlier boot, so it takes no client append
-	unverified bool           // restarted, and the file below tally.End was not read yet: tally holds no index
-	damaged    error          // known damage: no vote, no source
-	waiters    []waiter
-	readers    map[chan<- struct{}]int
-	hints      hints
+	cutTo   *segment.Tally // what the queued cut leaves, verified; nil once it was given
+	missing error          // while replaying: the file has only size bytes, fewer than the checkpoint notes
+	size    int64          // with missing
+	waiters []waiter
+	readers map[chan<- struct{}]int
+	hints   hints
 }
 
 // waiter waits for a barrier to cover end.
@@ -277,12 +260,11 @@ func (s *Store) Info(id storage.SegmentID) (Info, error) {
 	if r := s.lookup(id); r != nil {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		names := [...]string{"open", "fenced", "sealed", "dropped"}
-		if r.state == stateDropped {
+		if r.m.State() == replication.StateDropped {
 			return Info{}, fmt.Errorf("segment %s: %w", id, storage.ErrUnknownSegment)
 		}
-		return Info{ID: id, State: names[r.state], Base: r.header.Base, End: r.durableEnd, Written: r.tally.End,
-			Bytes: r.tally.Pos, Damaged: r.damaged}, nil
+		return Info{ID: id, State: r.m.State().String(), Base: r.header.Base, End: r.m.Durable(), Written: r.tally.End,
+			Bytes: r.tally.Pos, Damaged: r.m.Damaged()}, nil
 	}
 	sf, err := s.sealed.get(s, id)
 	if err != nil {
@@ -300,7 +282,7 @@ func (s *Store) Live() []storage.SegmentID {
 	out := make([]storage.SegmentID, 0, len(s.replicas))
 	for id, r := range s.replicas {
 		r.mu.Lock()
-		if r.state < stateSealed {
+		if r.m.State() < replication.StateSealed {
 			out = append(out, id)
 		}
 		r.mu.Unlock()

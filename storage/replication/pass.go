@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/malachilog/malachi/e2e/inv/mutate"
 	"github.com/malachilog/malachi/storage"
 )
 
@@ -13,15 +12,18 @@ type Reason string
 
 // Reasons.
 const (
-	ReasonSize        Reason = "size"         // the policy's segment_max_bytes
-	ReasonAge         Reason = "age"          // the policy's segment_max_age
-	ReasonRestart     Reason = "restart"      // the primary has another boot than the one recorded
-	ReasonPrimaryGone Reason = "primary-gone" // somebody could not reach the primary
-	ReasonFenced      Reason = "fenced"       // a replica is fenced while the record says open
-	ReasonFailed      Reason = "failed"       // a copy's storage has failed
-	ReasonUnconfirmed Reason = "unconfirmed"  // the open was not confirmed in time
-	ReasonDelete      Reason = "delete"       // the topic is being deleted
-	ReasonOperator    Reason = "operator"     // asked for by a person
+	ReasonSize            Reason = "size"             // the policy's segment_max_bytes
+	ReasonAge             Reason = "age"              // the policy's segment_max_age
+	ReasonRestart         Reason = "restart"          // the primary has another boot than the one recorded
+	ReasonPrimaryGone     Reason = "primary-gone"     // somebody could not reach the primary
+	ReasonFenced          Reason = "fenced"           // a replica is fenced while the record says open
+	ReasonFailed          Reason = "failed"           // a copy's storage has failed
+	ReasonNoQuorum        Reason = "no-quorum"        // the primary has an append that is older than the produce deadline
+	ReasonUnconfirmed     Reason = "unconfirmed"      // the open was not confirmed in time
+	ReasonDelete          Reason = "delete"           // the topic is being deleted
+	ReasonDrain           Reason = "drain"            // a member is to be left without open segments
+	ReasonUnderReplicated Reason = "under-replicated" // the set is smaller than wanted, and enough brokers are back
+	ReasonOperator        Reason = "operator"         // asked for by a person
 )
 
 // planned reports whether the primary is expected to be serving, so that asking it proves nothing.
@@ -54,6 +56,7 @@ const (
 	OrderSeal                        // record Outcome by compare-and-set                           -> Finish
 	OrderWait                        // blocked: tell what for, begin again later                   -> Retry
 	OrderStop                        // nothing to do: the primary serves                           -> none, the pass is over
+	OrderMore                        // enough to seal answer, but fewer than q: wait 30 s for more -> More (only after WaitForMore)
 )
 
 // Order is one thing to do.
@@ -70,6 +73,7 @@ type phase uint8
 
 const (
 	phaseAsk phase = iota
+	phaseMore
 	phaseDrain
 	phaseFence
 	phaseExtend
@@ -93,6 +97,9 @@ type Pass struct {
 	holders  map[storage.BrokerID]bool
 	outcome  Outcome
 	faults   []string
+	patient  bool // WaitForMore
+	waited   bool // in this attempt
+	rules    rules
 }
 
 // NewPass begins a pass over the recorded set with the recorded q (INV-D11): never with what a policy says now.
@@ -102,15 +109,19 @@ func NewPass(set []storage.BrokerID, q int, reason Reason) *Pass {
 
 // quorum is the number of votes that meets every set of q acknowledgements.
 func (p *Pass) quorum() int {
-	if mutate.On("replication.seal-without-quorum") {
-		return 0
+	if p.rules.off(ruleSealQuorum) {
+		return max(1, len(p.set)-p.q)
 	}
 	return len(p.set) - p.q + 1
 }
 
+// WaitForMore makes the pass order one wait for more answers (OrderMore) in each attempt in which enough to seal, but fewer than q, answer:
+// whoever comes back meanwhile makes the sealed end safer, for it is brought onto as many as min(q, votes) copies. Call it before Begin.
+func (p *Pass) WaitForMore() { p.patient = true }
+
 // Begin returns the first orders.
 func (p *Pass) Begin() []Order {
-	p.phase = phaseAsk
+	p.phase, p.waited = phaseAsk, false
 	p.answered, p.votes = map[storage.BrokerID]bool{}, map[storage.BrokerID]Vote{}
 	p.lost, p.holders = map[storage.BrokerID]bool{}, map[storage.BrokerID]bool{}
 	p.faults = nil
@@ -154,7 +165,20 @@ func (p *Pass) asked() []Order {
 	if len(p.answered) < p.quorum() { // nobody is fenced unless the answers are together (INV-S6)
 		return p.wait(fmt.Sprintf("%d of %d replicas answer, %d are needed", len(p.answered), len(p.set), p.quorum()))
 	}
+	if p.patient && !p.waited && len(p.answered) < p.q {
+		p.phase, p.waited = phaseMore, true
+		return []Order{{Kind: OrderMore}}
+	}
 	return p.drain()
+}
+
+// More: the wait that OrderMore asked for is over. Who has not answered is asked once more, then the pass goes on with whoever is there.
+func (p *Pass) More() []Order {
+	if p.phase != phaseMore {
+		return nil
+	}
+	p.phase = phaseAsk
+	return p.toAll(OrderAsk, slices.DeleteFunc(slices.Clone(p.set), func(b storage.BrokerID) bool { return p.answered[b] }))
 }
 
 func (p *Pass) drain() []Order {
@@ -191,6 +215,12 @@ func (p *Pass) Voted(b storage.BrokerID, v Vote) []Order {
 	}
 	delete(p.waiting, b)
 	p.votes[b] = v
+	if b == p.set[0] && p.rules.off(rulePassEnds) {
+		p.votes, p.waiting = map[storage.BrokerID]Vote{b: v}, nil
+		p.outcome = Outcome{Vote: v, Holder: b, Votes: 1}
+		p.holders = map[storage.BrokerID]bool{b: true}
+		return p.extended()
+	}
 	return p.voted()
 }
 
@@ -201,7 +231,7 @@ func (p *Pass) NoVote(b storage.BrokerID, why error) []Order {
 	}
 	delete(p.waiting, b)
 	p.faults = append(p.faults, fmt.Sprintf("%s: %v", b, why))
-	if mutate.On("replication.damaged-vote-counts") {
+	if p.rules.off(ruleDamagedNoVote) {
 		p.votes[b] = Vote{}
 	}
 	return p.voted()

@@ -1,15 +1,18 @@
 // Package replication holds the decisions of the append path and of sealing, as state machines without I/O, clock, randomness or
 // goroutine: a message comes in, orders come out. services/replica and services/coordinator carry the orders out.
 //
-// A machine is owned by one goroutine (or guarded by one lock) at a time. Nothing here survives a crash: a Primary ends with its boot, and
-// a Pass may be begun again from nothing at any time, by anyone, any number of times.
+// Primary assigns offsets and counts ends; Follower says what to ship to one other replica next; Replica is what one broker's copy takes,
+// answers and votes; Pass seals. The simulator of this package's tests runs the four on brokers that crash, lie and lose disks.
+//
+// A machine is owned by one goroutine (or guarded by one lock) at a time. Of these only a Replica stands for what is on disk: a Primary and
+// its Followers end with their boot, and a Pass may be begun again from nothing at any time, by anyone, any number of times.
 package replication
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 
-	"github.com/malachilog/malachi/e2e/inv/mutate"
 	"github.com/malachilog/malachi/storage"
 )
 
@@ -21,19 +24,28 @@ type Primary struct {
 	next      storage.Offset
 	ends      []storage.End // what each member of set has confirmed to an append of this segment
 	committed storage.End
+	gone      []error       // why a member never confirms again; nil while it may
+	late      bool          // the oldest append that is not committed is older than the produce deadline
+	scratch   []storage.End // Confirm sorts here
 	stopped   error
+	rules     rules
 }
 
 // NewPrimary is the primary of a segment that begins at base. boot is this process's; recorded is the one in the segment's record. It
 // fails with storage.ErrStaleBoot if they differ.
 func NewPrimary(set []storage.BrokerID, q int, base storage.Offset, boot, recorded storage.Boot) (*Primary, error) {
-	if boot != recorded && !mutate.On("replication.serve-stale-boot") {
+	return newPrimary(set, q, base, boot, recorded, 0)
+}
+
+func newPrimary(set []storage.BrokerID, q int, base storage.Offset, boot, recorded storage.Boot, r rules) (*Primary, error) {
+	if boot != recorded && !r.off(ruleRecordedBoot) {
 		return nil, fmt.Errorf("opened under boot %d, this is %d: %w", recorded, boot, storage.ErrStaleBoot)
 	}
 	if q < 1 || q > len(set) {
 		return nil, fmt.Errorf("quorum of %d in a set of %d: %w", q, len(set), storage.ErrInvalid)
 	}
-	p := &Primary{set: set, q: q, next: base, committed: storage.EndBefore(base), ends: make([]storage.End, len(set))}
+	p := &Primary{set: set, q: q, next: base, committed: storage.EndBefore(base), ends: make([]storage.End, len(set)),
+		gone: make([]error, len(set)), scratch: make([]storage.End, len(set)), rules: r}
 	for i := range p.ends {
 		p.ends[i] = p.committed
 	}
@@ -77,10 +89,57 @@ func (p *Primary) Confirm(member storage.BrokerID, end storage.End) storage.End 
 		return p.committed
 	}
 	p.ends[i] = max(p.ends[i], end)
-	sorted := slices.Clone(p.ends)
-	slices.Sort(sorted)
-	p.committed = max(p.committed, sorted[len(sorted)-p.q])
+	copy(p.scratch, p.ends)
+	slices.Sort(p.scratch)
+	k := len(p.scratch) - p.q
+	if p.rules.off(ruleQuorumOfAcks) {
+		k = min(k+1, len(p.scratch)-1)
+	}
+	if c := p.scratch[k]; c > p.committed {
+		p.committed, p.late = c, false
+	}
 	return p.committed
+}
+
+// Gone tells that member never confirms again: what Follower.Gone says of another replica, or what this broker's own append failed with.
+// What it has confirmed stays counted. The first reason stays.
+func (p *Primary) Gone(member storage.BrokerID, why error) {
+	if i := slices.Index(p.set, member); i >= 0 && p.gone[i] == nil {
+		p.gone[i] = why
+	}
+}
+
+// Late tells that the oldest append that is not committed is older than the produce deadline: a partition may have cut only this broker,
+// so it asks for a pass itself. Progress takes that back.
+func (p *Primary) Late() {
+	if p.committed < storage.EndBefore(p.next) {
+		p.late = true
+	}
+}
+
+// Due says whether a pass is due, and why. urgent: without one, nothing more is committed here; else the quorum is up and the segment may
+// be rolled when it suits.
+func (p *Primary) Due() (why Reason, urgent, due bool) {
+	left := 0
+	for _, g := range p.gone {
+		switch {
+		case g == nil:
+			left++
+		case errors.Is(g, storage.ErrFenced), errors.Is(g, storage.ErrSealed):
+			why = ReasonFenced
+		case why == "":
+			why = ReasonFailed
+		}
+	}
+	switch {
+	case p.stopped != nil && errors.Is(p.stopped, storage.ErrConflict):
+		return ReasonFenced, true, true // somebody else extends these replicas
+	case left < p.q:
+		return why, true, true
+	case p.late:
+		return ReasonNoQuorum, true, true
+	}
+	return why, false, why != ""
 }
 
 // Stop makes every later Take fail with err. The first reason stays.
@@ -89,3 +148,6 @@ func (p *Primary) Stop(err error) {
 		p.stopped = err
 	}
 }
+
+// Stopped returns why the primary takes nothing more, or nil.
+func (p *Primary) Stopped() error { return p.stopped }

@@ -42,6 +42,16 @@ func Encode(cmd Command) ([]byte, error) {
 		p.Body = &intrav1.MetadataCommand_OpenSegment{OpenSegment: openToProto(c)}
 	case *SealSegment:
 		p.Body = &intrav1.MetadataCommand_SealSegment{SealSegment: sealToProto(c)}
+	case *UpdateReplicas:
+		p.Body = &intrav1.MetadataCommand_UpdateReplicas{UpdateReplicas: &intrav1.UpdateReplicas{TopicName: c.TopicName,
+			TopicUid: c.Topic[:], Segment: &intrav1.SegmentKey{Range: rangeKey(c.Segment.Range), Seq: c.Segment.Seq},
+			ExpectVersion: c.ExpectVersion, Change: intrav1.ReplicaChange(c.Change), Broker: uint64(c.Broker), Boot: uint64(c.Boot),
+			Gone: c.Gone}}
+	case *ResolveSegment:
+		p.Body = &intrav1.MetadataCommand_ResolveSegment{ResolveSegment: &intrav1.ResolveSegment{TopicName: c.TopicName,
+			TopicUid: c.Topic[:], Segment: &intrav1.SegmentKey{Range: rangeKey(c.Segment.Range), Seq: c.Segment.Seq},
+			ExpectVersion: c.ExpectVersion, Nonce: c.Nonce[:], LostFrom: uint64(c.LostFrom), DataBytes: c.DataBytes,
+			Digest: uint64(c.Digest), Time: int64(c.Time)}}
 	default:
 		panic(fmt.Sprintf("metadata: no encoding of %T", cmd))
 	}
@@ -66,7 +76,7 @@ func sealToProto(c *SealSegment) *intrav1.SealSegment {
 		Segment: &intrav1.SegmentKey{Range: rangeKey(c.Segment.Range), Seq: c.Segment.Seq}, Nonce: c.Nonce[:], End: uint64(c.End),
 		DataBytes: c.DataBytes, Digest: uint64(c.Digest), ProducerTableDigest: uint64(c.ProducerTableDigest),
 		ProducerTableBytes: c.ProducerTableBytes, Votes: brokersToProto(c.Votes), Time: int64(c.Time),
-		Reason: intrav1.SealReason(c.Reason)}
+		Reason: intrav1.SealReason(c.Reason), Gone: brokersToProto(c.Gone)}
 	if c.Next != nil {
 		p.Next = openToProto(c.Next)
 	}
@@ -117,6 +127,13 @@ func decode(entry []byte, understood storage.Level) (Command, storage.Level, err
 		cmd = d.open(b.OpenSegment)
 	case *intrav1.MetadataCommand_SealSegment:
 		cmd = d.seal(b.SealSegment)
+	case *intrav1.MetadataCommand_UpdateReplicas:
+		cmd = d.updateReplicas(b.UpdateReplicas)
+	case *intrav1.MetadataCommand_ResolveSegment:
+		c := b.ResolveSegment
+		cmd = &ResolveSegment{TopicName: c.TopicName, Topic: storage.TopicUID(d.id(c.TopicUid)), Segment: d.segmentID(c.Segment),
+			ExpectVersion: c.ExpectVersion, Nonce: Nonce(d.id(c.Nonce)), LostFrom: storage.Offset(c.LostFrom), DataBytes: c.DataBytes,
+			Digest: storage.Digest(c.Digest), Time: storage.Time(c.Time)}
 	default:
 		return nil, level, fmt.Errorf("metadata command of level %d that this process does not know: %w", level, storage.ErrNewerFormat)
 	}
@@ -170,12 +187,28 @@ func (d *decoder) open(c *intrav1.OpenSegment) *OpenSegment {
 		Time: storage.Time(c.Time)}
 }
 
+func (d *decoder) segmentID(k *intrav1.SegmentKey) storage.SegmentID {
+	return storage.SegmentID{Range: d.rangeID(k.GetRange()), Seq: k.GetSeq()}
+}
+
+func (d *decoder) updateReplicas(c *intrav1.UpdateReplicas) *UpdateReplicas {
+	if c.Change < 0 || c.Change > 255 {
+		d.bad = true
+	}
+	return &UpdateReplicas{TopicName: c.TopicName, Topic: storage.TopicUID(d.id(c.TopicUid)), Segment: d.segmentID(c.Segment),
+		ExpectVersion: c.ExpectVersion, Change: ReplicaChange(c.Change), Broker: storage.BrokerID(c.Broker), Boot: storage.Boot(c.Boot),
+		Gone: c.Gone}
+}
+
 func (d *decoder) seal(c *intrav1.SealSegment) *SealSegment {
 	s := &SealSegment{TopicName: c.TopicName, Topic: storage.TopicUID(d.id(c.TopicUid)),
 		Segment: storage.SegmentID{Range: d.rangeID(c.Segment.GetRange()), Seq: c.Segment.GetSeq()}, Nonce: Nonce(d.id(c.Nonce)),
 		End: storage.End(c.End), DataBytes: c.DataBytes, Digest: storage.Digest(c.Digest),
 		ProducerTableDigest: storage.Digest(c.ProducerTableDigest), ProducerTableBytes: c.ProducerTableBytes,
 		Votes: brokersFromProto(c.Votes), Time: storage.Time(c.Time), Reason: SealReason(c.Reason)}
+	if len(c.Gone) > 0 {
+		s.Gone = brokersFromProto(c.Gone)
+	}
 	if c.Reason < 0 || c.Reason > 255 {
 		d.bad = true
 	}
@@ -226,6 +259,11 @@ func segmentToProto(s *Segment) *intrav1.SegmentRecord {
 		p.SealReason = intrav1.SealReason(s.SealReason)
 		p.ProducerTableDigest, p.ProducerTableBytes = uint64(s.ProducerTableDigest), s.ProducerTableBytes
 		p.SealNonce = s.SealNonce[:]
+		p.Incoming, p.ReplicaVersion = brokersToProto(s.Incoming), s.ReplicaVersion
+		if l := s.Loss; l != nil {
+			p.Loss = &intrav1.LossRecord{LostFrom: uint64(l.From), DataBytes: l.DataBytes, Digest: uint64(l.Digest), Time: int64(l.Time),
+				Nonce: l.Nonce[:]}
+		}
 	}
 	return p
 }
@@ -248,6 +286,17 @@ func (d *decoder) segment(p *intrav1.SegmentRecord, rng storage.RangeID) *Segmen
 	s.SealReason = SealReason(p.SealReason)
 	s.ProducerTableDigest, s.ProducerTableBytes = storage.Digest(p.ProducerTableDigest), p.ProducerTableBytes
 	s.SealNonce = Nonce(d.id(p.SealNonce))
+	s.ReplicaVersion = p.ReplicaVersion
+	if len(p.Incoming) > 0 {
+		s.Incoming = brokersFromProto(p.Incoming)
+	}
+	if len(s.Incoming)+len(s.Replicas) > MaxReplicas {
+		d.bad = true
+	}
+	if l := p.Loss; l != nil {
+		s.Loss = &Loss{From: storage.Offset(l.LostFrom), DataBytes: l.DataBytes, Digest: storage.Digest(l.Digest),
+			Time: storage.Time(l.Time), Nonce: Nonce(d.id(l.Nonce))}
+	}
 	return s
 }
 

@@ -101,15 +101,59 @@ type SealSegment struct {
 	Time                storage.Time
 	Reason              SealReason
 	Next                *OpenSegment
+	// Gone are replicas that an operator has given up (SealOperator only). Each counts as a vote for the base; that anything beyond
+	// the end may be lost is recorded.
+	Gone []storage.BrokerID
 }
 
-func (*InitVnode) isCommand()   {}
-func (*CreateTopic) isCommand() {}
-func (*UpdateTopic) isCommand() {}
-func (*DeleteTopic) isCommand() {}
-func (*ForgetTopic) isCommand() {}
-func (*OpenSegment) isCommand() {}
-func (*SealSegment) isCommand() {}
+// ReplicaChange is a step in the life of one copy of a sealed segment.
+type ReplicaChange uint8
+
+// The steps: Incoming records the target before any byte is sent; Confirm makes its proved copy count; Drop takes a copy, or a
+// target, off the record, after which its files may be deleted.
+const (
+	ReplicaIncoming ReplicaChange = 1
+	ReplicaConfirm  ReplicaChange = 2
+	ReplicaDrop     ReplicaChange = 3
+)
+
+// UpdateReplicas makes one step, if the segment is sealed and at ExpectVersion of its replicas. A copy that counts is dropped only if
+// as many as the replication factor recorded at the open stay, or, with Gone (its broker is decommissioned or removed), at least
+// one. The same step again, with nothing between, is a success.
+type UpdateReplicas struct {
+	TopicName     string
+	Topic         storage.TopicUID
+	Segment       storage.SegmentID
+	ExpectVersion uint64
+	Change        ReplicaChange
+	Broker        storage.BrokerID
+	Boot          storage.Boot // of a Confirm; kept in the log only
+	Gone          bool
+}
+
+// ResolveSegment records, by an operator's order, that a sealed segment has lost everything from LostFrom on, with the length and
+// digest of what remains. At most once more per loss: it can only grow.
+type ResolveSegment struct {
+	TopicName     string
+	Topic         storage.TopicUID
+	Segment       storage.SegmentID
+	ExpectVersion uint64
+	Nonce         Nonce
+	LostFrom      storage.Offset
+	DataBytes     uint64
+	Digest        storage.Digest
+	Time          storage.Time
+}
+
+func (*InitVnode) isCommand()      {}
+func (*CreateTopic) isCommand()    {}
+func (*UpdateTopic) isCommand()    {}
+func (*DeleteTopic) isCommand()    {}
+func (*ForgetTopic) isCommand()    {}
+func (*OpenSegment) isCommand()    {}
+func (*SealSegment) isCommand()    {}
+func (*UpdateReplicas) isCommand() {}
+func (*ResolveSegment) isCommand() {}
 
 // Outcome is what became of a command.
 type Outcome uint8

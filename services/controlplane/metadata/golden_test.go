@@ -43,15 +43,46 @@ func goldenCommands() []Command {
 	}
 }
 
+// goldenReplicaCommands is a log of the commands that came with clusters of several brokers.
+func goldenReplicaCommands() []Command {
+	three := open("bills", 1, 0, 0, 10)
+	three.Replicas, three.Quorum, three.ReplicationFactor = []storage.BrokerID{brokerA, brokerB, brokerC}, 2, 3
+	sealThree := seal("bills", 1, 0, 500, 11)
+	sealThree.Votes = []storage.BrokerID{brokerB, brokerC}
+	id := sealThree.Segment
+	step := func(version uint64, kind ReplicaChange, b storage.BrokerID, gone bool) *UpdateReplicas {
+		return &UpdateReplicas{TopicName: "bills", Topic: uid(1), Segment: id, ExpectVersion: version, Change: kind, Broker: b, Boot: 8, Gone: gone}
+	}
+	next := open("bills", 1, 1, 500, 12)
+	next.Replicas, next.Quorum, next.ReplicationFactor = []storage.BrokerID{brokerB, brokerC}, 2, 3
+	given := seal("bills", 1, 1, 600, 13)
+	given.Votes, given.Gone, given.Reason = []storage.BrokerID{brokerB}, []storage.BrokerID{brokerC}, SealOperator
+	return []Command{
+		initCommand(everything), create("bills", 1), three, step(0, ReplicaIncoming, 0xdd, false), sealThree,
+		step(0, ReplicaIncoming, 0xdd, false), step(0, ReplicaIncoming, 0xdd, false), step(1, ReplicaConfirm, 0xdd, false),
+		step(2, ReplicaDrop, brokerA, false), step(3, ReplicaDrop, brokerB, false), step(3, ReplicaDrop, brokerB, true),
+		step(4, ReplicaIncoming, 0xee, false), step(0, ReplicaIncoming, 0xdd, false), next, given,
+		&ResolveSegment{TopicName: "bills", Topic: uid(1), Segment: id, ExpectVersion: 5, Nonce: nonce(20), LostFrom: 300, DataBytes: 900, Digest: 9, Time: 950},
+		&ResolveSegment{TopicName: "bills", Topic: uid(1), Segment: id, ExpectVersion: 5, Nonce: nonce(21), LostFrom: 200, DataBytes: 900, Digest: 9, Time: 950},
+		step(6, ReplicaConfirm, 0xbad, false),
+		&UpdateReplicas{TopicName: "bills", Topic: uid(1), Segment: id, ExpectVersion: 6, Change: 9, Broker: 1},
+	}
+}
+
 // TestGoldenLog replays the log of each released level: the same entries must give the same answers and the same snapshot bytes in
 // every later build, or replicas of different builds would part.
 func TestGoldenLog(t *testing.T) {
 	inv.Covers(t, "INV-M1")
-	const path = "testdata/level1.golden"
+	golden(t, "testdata/level1.golden", goldenCommands())
+	golden(t, "testdata/level1-replicas.golden", goldenReplicaCommands())
+}
+
+func golden(t *testing.T, path string, commands []Command) {
+	t.Helper()
 	m := New(storage.CurrentLevel)
 	var b strings.Builder
 	b.WriteString("# level 1: per entry its bytes in hex and the answer; then the snapshot. Frozen.\n")
-	for _, c := range goldenCommands() {
+	for _, c := range commands {
 		entry, err := Encode(c)
 		if err != nil {
 			t.Fatal(err)
@@ -78,11 +109,12 @@ func TestGoldenLog(t *testing.T) {
 			t.Fatalf("%s: line %d differs:\n got %s\nwant %s", path, i+1, line(got, i), line(lines, i))
 		}
 	}
-	replayGolden(t, lines)
+	replayGolden(t, lines, len(commands))
 }
 
 // replayGolden uses nothing but the file, as a later build will whose encoder has moved on.
-func replayGolden(t *testing.T, lines []string) {
+func replayGolden(t *testing.T, lines []string, want int) {
+	t.Helper()
 	m := New(storage.CurrentLevel)
 	entries := 0
 	var answer []byte
@@ -122,8 +154,8 @@ func replayGolden(t *testing.T, lines []string) {
 			}
 		}
 	}
-	if entries < 20 {
-		t.Fatalf("only %d entries", entries)
+	if entries != want {
+		t.Fatalf("%d entries, want %d", entries, want)
 	}
 }
 

@@ -192,6 +192,10 @@ func (s *state) apply(cmd Command) Result {
 		return s.openSegment(c)
 	case *SealSegment:
 		return s.sealSegment(c)
+	case *UpdateReplicas:
+		return s.updateReplicas(c)
+	case *ResolveSegment:
+		return s.resolveSegment(c)
 	}
 	panic(fmt.Sprintf("metadata: no application of %T", cmd))
 }
@@ -209,6 +213,10 @@ func topicName(cmd Command) string {
 	case *OpenSegment:
 		return c.TopicName
 	case *SealSegment:
+		return c.TopicName
+	case *UpdateReplicas:
+		return c.TopicName
+	case *ResolveSegment:
 		return c.TopicName
 	}
 	return ""

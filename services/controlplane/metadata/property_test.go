@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"reflect"
+	"slices"
 	"testing"
 
 	"pgregory.net/rapid"
@@ -55,7 +56,7 @@ func (w *world) off(label string, right uint64) uint64 {
 
 func (w *world) command() Command {
 	time := storage.Time(rapid.IntRange(1, 1000).Draw(w.t, "time"))
-	switch rapid.IntRange(0, 9).Draw(w.t, "kind") {
+	switch rapid.IntRange(0, 14).Draw(w.t, "kind") {
 	case 0, 1:
 		n := w.nonce()
 		return &CreateTopic{Nonce: n, UID: storage.TopicUID(n), Name: w.name(), Time: time,
@@ -77,6 +78,10 @@ func (w *world) command() Command {
 	case 5, 6:
 		t := w.topic()
 		return w.open(t, w.rangeOf(t), time)
+	case 7, 8, 9, 10:
+		return w.replicas()
+	case 11:
+		return w.resolve(time)
 	default:
 		return w.seal(time)
 	}
@@ -146,6 +151,37 @@ func (w *world) seal(time storage.Time) *SealSegment {
 	return s
 }
 
+// closed draws a segment that mostly is sealed.
+func (w *world) closed() (*Topic, *Segment) {
+	t, r := w.used()
+	if len(r.Closed) == 0 {
+		return t, &Segment{ID: storage.SegmentID{Range: r.ID}, Replicas: []storage.BrokerID{1}}
+	}
+	return t, r.Closed[rapid.IntRange(0, len(r.Closed)-1).Draw(w.t, "closed")]
+}
+
+func (w *world) replicas() *UpdateReplicas {
+	t, s := w.closed()
+	c := &UpdateReplicas{TopicName: t.Name, Topic: t.UID, Segment: s.ID, ExpectVersion: w.off("version", s.ReplicaVersion),
+		Change: ReplicaChange(rapid.IntRange(1, 3).Draw(w.t, "change")), Broker: storage.BrokerID(rapid.IntRange(1, 6).Draw(w.t, "broker")),
+		Boot: 1, Gone: rapid.IntRange(0, 3).Draw(w.t, "gone") == 0}
+	if c.Change == ReplicaConfirm && len(s.Incoming) > 0 {
+		c.Broker = s.Incoming[0]
+	}
+	return c
+}
+
+func (w *world) resolve(time storage.Time) *ResolveSegment {
+	t, s := w.closed()
+	end, _, _ := s.Remaining()
+	from := uint64(s.Base)
+	if end > storage.EndBefore(s.Base) {
+		from = uint64(rapid.IntRange(int(s.Base), int(end)-1).Draw(w.t, "from"))
+	}
+	return &ResolveSegment{TopicName: t.Name, Topic: t.UID, Segment: s.ID, ExpectVersion: w.off("version", s.ReplicaVersion), Nonce: w.nonce(),
+		LostFrom: storage.Offset(w.off("lost", from)), DataBytes: 5, Digest: 6, Time: time}
+}
+
 // restored is a machine made from m's snapshot.
 func restored(t *rapid.T, m *Machine) *Machine {
 	var b bytes.Buffer
@@ -188,6 +224,10 @@ func rangeOfCommand(cmd Command) storage.RangeID {
 	case *OpenSegment:
 		return c.Range
 	case *SealSegment:
+		return c.Segment.Range
+	case *UpdateReplicas:
+		return c.Segment.Range
+	case *ResolveSegment:
 		return c.Segment.Range
 	}
 	return storage.RangeID{}
@@ -243,7 +283,8 @@ func TestReplicasAgree(t *testing.T) {
 	for _, want := range []string{"*metadata.CreateTopic 1", "*metadata.CreateTopic 3", "*metadata.UpdateTopic 1", "*metadata.UpdateTopic 4",
 		"*metadata.DeleteTopic 1", "*metadata.ForgetTopic 1", "*metadata.OpenSegment 1", "*metadata.OpenSegment 4",
 		"*metadata.OpenSegment 7", "*metadata.SealSegment 1 sealed", "*metadata.SealSegment 1 abandoned", "*metadata.SealSegment 1 rolled",
-		"*metadata.SealSegment 4"} {
+		"*metadata.SealSegment 4", "*metadata.UpdateReplicas 1", "*metadata.UpdateReplicas 4", "*metadata.ResolveSegment 1",
+		"*metadata.ResolveSegment 4", "*metadata.ResolveSegment 5"} {
 		if tally[want] == 0 {
 			t.Errorf("the random commands never reached %q", want)
 		}
@@ -299,6 +340,42 @@ func (h *history) check(t *rapid.T, v *View) {
 	})
 }
 
+// checkClosed: what is sealed stays as recorded; who holds copies changes by one broker at a time, and what remains only shrinks.
+func checkClosed(t *rapid.T, old, now *Segment) {
+	was, is := *old, *now
+	for _, s := range []*Segment{&was, &is} {
+		s.Replicas, s.Incoming, s.ReplicaVersion, s.Loss = nil, nil, 0, nil
+	}
+	if !reflect.DeepEqual(was, is) {
+		t.Fatalf("the seal of %s changed from %+v to %+v", now.ID, old, now)
+	}
+	if now.ReplicaVersion == old.ReplicaVersion && !reflect.DeepEqual(old, now) || now.ReplicaVersion < old.ReplicaVersion ||
+		now.ReplicaVersion > old.ReplicaVersion+1 {
+		t.Fatalf("the copies of %s changed from %+v to %+v", now.ID, old, now)
+	}
+	added, dropped := 0, 0
+	for _, b := range now.Replicas {
+		if !slices.Contains(old.Replicas, b) {
+			if added++; !slices.Contains(old.Incoming, b) {
+				t.Fatalf("the copy of %s on %s was never to come", now.ID, b)
+			}
+		}
+		if slices.Contains(now.Incoming, b) {
+			t.Fatalf("the copy of %s on %s is there and yet to come", now.ID, b)
+		}
+	}
+	for _, b := range old.Replicas {
+		if !slices.Contains(now.Replicas, b) {
+			dropped++
+		}
+	}
+	wasEnd, _, _ := old.Remaining()
+	isEnd, _, _ := now.Remaining()
+	if added+dropped > 1 || len(now.Replicas) == 0 || isEnd > wasEnd {
+		t.Fatalf("the copies of %s changed from %+v to %+v", now.ID, old, now)
+	}
+}
+
 // checkRange: bases chain without a hole, seqs count up, at most the last segment is open, and what is sealed stays as recorded.
 func (h *history) checkRange(t *rapid.T, r *Range) {
 	end := storage.EndBefore(r.Start)
@@ -309,8 +386,8 @@ func (h *history) checkRange(t *rapid.T, r *Range) {
 			t.Fatalf("segment %s: %+v does not follow %d", s.ID, s, end)
 		}
 		end = s.End
-		if old := h.seals[s.ID]; old != nil && !reflect.DeepEqual(old, s) {
-			t.Fatalf("the seal of %s changed from %+v to %+v", s.ID, old, s)
+		if old := h.seals[s.ID]; old != nil {
+			checkClosed(t, old, s)
 		}
 		h.seals[s.ID] = s
 	}

@@ -132,6 +132,9 @@ func (s *state) sealSegment(c *SealSegment) Result {
 		// No file, no bytes anywhere: nothing to compare a copy with.
 		sealed.State, sealed.DataBytes, sealed.Digest = SegmentAbandoned, 0, 0
 	}
+	if len(c.Gone) > 0 {
+		sealed.Loss = &Loss{From: c.End.Next(), DataBytes: sealed.DataBytes, Digest: sealed.Digest, Time: c.Time, Nonce: c.Nonce}
+	}
 	next := *r
 	next.Open, next.SealedEnd = nil, c.End
 	if mutate.On("metadata.seal-again") {
@@ -170,6 +173,16 @@ func recordedSeal(t *Topic, r *Range, seg *Segment, c *SealSegment) Result {
 	return res
 }
 
+// voters counts the replicas of a segment among brokers, each once, but none of except.
+func voters(seg *Segment, brokers, except []storage.BrokerID) (n int) {
+	for i, b := range brokers {
+		if slices.Contains(seg.Replicas, b) && !slices.Contains(brokers[:i], b) && !slices.Contains(except, b) {
+			n++
+		}
+	}
+	return n
+}
+
 func malformedSeal(seg *Segment, c *SealSegment) string {
 	switch {
 	case c.Nonce.IsZero():
@@ -184,12 +197,14 @@ func malformedSeal(seg *Segment, c *SealSegment) string {
 		return "no reason"
 	}
 	// n-q+1 votes meet every quorum of q, so one of them holds each acknowledged record.
-	votes := 0
-	for i, b := range c.Votes {
-		if slices.Contains(seg.Replicas, b) && !slices.Contains(c.Votes[:i], b) {
-			votes++
-		}
+	if len(c.Gone) > 0 && c.Reason != SealOperator {
+		return "only an operator gives replicas up"
 	}
+	votes := voters(seg, c.Votes, c.Gone)
+	if votes == 0 && c.End > storage.EndBefore(seg.Base) {
+		return "an end without a vote"
+	}
+	votes += voters(seg, c.Gone, nil)
 	if votes < seg.N()-seg.Quorum+1 && !mutate.On("metadata.seal-without-votes") {
 		return "fewer votes than the seal quorum"
 	}

@@ -122,6 +122,29 @@ type Segment struct {
 	ProducerTableDigest storage.Digest
 	ProducerTableBytes  uint32
 	SealNonce           Nonce
+
+	// Once sealed, Replicas are the brokers that hold a copy that counts, and these change by UpdateReplicas and ResolveSegment.
+	Incoming       []storage.BrokerID // are to get a copy, which counts for nothing yet
+	ReplicaVersion uint64             // rises with every change of Replicas, Incoming and Loss
+	Loss           *Loss              // what an operator has given up; nil: nothing
+}
+
+// Loss is what an operator has given up of a segment: everything from From on. End stays the recorded one, so that readers can be
+// told how much is missing.
+type Loss struct {
+	From      storage.Offset
+	DataBytes uint64 // of what remains: header and batches
+	Digest    storage.Digest
+	Time      storage.Time
+	Nonce     Nonce
+}
+
+// Remaining is the end, length and digest of what every copy must hold: the recorded seal, less what was given up.
+func (s *Segment) Remaining() (end storage.End, dataBytes uint64, digest storage.Digest) {
+	if s.Loss != nil {
+		return storage.EndBefore(s.Loss.From), s.Loss.DataBytes, s.Loss.Digest
+	}
+	return s.End, s.DataBytes, s.Digest
 }
 
 // Primary is the broker that appends: the head of the set.

@@ -24,14 +24,40 @@ func goldenCommands() []Command {
 		register(2, 76, 4), register(2, 77, 5), &SetLevel{Expect: 1, To: 2}, &SetLevel{Expect: 1, To: 1}}
 }
 
+// goldenClusterCommands is a log of the commands that came with clusters of several brokers.
+func goldenClusterCommands() []Command {
+	found := founding(2)
+	found.Brokers = 5
+	named := register(1, 3, 2)
+	named.Attributes, named.Time = map[string]string{"zone": "a", "rack": "7"}, 1000
+	rf, bad, acks, bytes := 5, 9, AcksAll, uint64(1<<20)
+	return []Command{
+		admit(0x88, 10), found, named, admit(0x88, 10), admit(0x88, 11), admit(0, 12), &BrokerReady{ID: broker, Boot: 1},
+		&BrokerReady{ID: broker, Boot: 2}, admit(0x99, 13), joined(0x88, 1, 14), &BrokerReady{ID: 0x88, Boot: 1},
+		&SetBrokerState{ID: 0x88, To: BrokerDraining, Nonce: nonce(20)},
+		&SetBrokerState{ID: 0x88, ExpectVersion: 1, To: BrokerDecommissioning, Nonce: nonce(21)}, &RemoveBroker{ID: 0x88},
+		&SetBrokerState{ID: 0x99, To: BrokerDecommissioning, Nonce: nonce(22)}, &RemoveBroker{ID: 0x99}, &RemoveBroker{ID: 0x99}, admit(0x99, 13),
+		joined(0x99, 1, 15), &RetireReplicas{ID: 0x88}, &RetireReplicas{ID: 0x88}, &RetireReplicas{ID: 0x88, ExpectGeneration: 4},
+		&UpdatePolicy{Nonce: nonce(30), ExpectVersion: 1, Change: PolicyChange{ReplicationFactor: &rf, Acks: &acks, SegmentMaxBytes: &bytes}},
+		&UpdatePolicy{Nonce: nonce(30), ExpectVersion: 1, Change: PolicyChange{ReplicationFactor: &rf, Acks: &acks, SegmentMaxBytes: &bytes}},
+		&UpdatePolicy{Nonce: nonce(31), ExpectVersion: 1, Change: PolicyChange{ReplicationFactor: &rf}},
+		&UpdatePolicy{Nonce: nonce(32), ExpectVersion: 2, Change: PolicyChange{ReplicationFactor: &bad, MinReplicas: &bad}},
+	}
+}
+
 // TestGoldenLog: the log of each released level gives the same answers and snapshot bytes in every later build.
 func TestGoldenLog(t *testing.T) {
 	inv.Covers(t, "INV-M1")
-	const path = "testdata/level1.golden"
+	golden(t, "testdata/level1.golden", goldenCommands())
+	golden(t, "testdata/level1-cluster.golden", goldenClusterCommands())
+}
+
+func golden(t *testing.T, path string, commands []Command) {
+	t.Helper()
 	var b strings.Builder
 	b.WriteString("# level 1: per entry its bytes in hex and the answer; then the snapshot. Frozen.\n")
 	m := New(storage.CurrentLevel)
-	for _, c := range goldenCommands() {
+	for _, c := range commands {
 		entry, err := Encode(c)
 		if err != nil {
 			t.Fatal(err)
@@ -80,7 +106,7 @@ func TestGoldenLog(t *testing.T) {
 			}
 		}
 	}
-	if entries != len(goldenCommands()) {
+	if entries != len(commands) {
 		t.Fatalf("%d entries in the file", entries)
 	}
 }

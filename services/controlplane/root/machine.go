@@ -2,10 +2,8 @@ package root
 
 import (
 	"fmt"
-	"maps"
 	"math"
 	"slices"
-	"unicode/utf8"
 
 	"github.com/malachilog/malachi/e2e/inv/mutate"
 	"github.com/malachilog/malachi/services/controlplane/metadata"
@@ -78,6 +76,18 @@ func (s *State) apply(cmd Command) (*State, Result) {
 		return s.refresh(c)
 	case *SetLevel:
 		return s.setLevel(c)
+	case *AdmitBroker:
+		return s.admit(c)
+	case *SetBrokerState:
+		return s.setBrokerState(c)
+	case *RemoveBroker:
+		return s.removeBroker(c)
+	case *BrokerReady:
+		return s.brokerReady(c)
+	case *RetireReplicas:
+		return s.retireReplicas(c)
+	case *UpdatePolicy:
+		return s.updatePolicy(c)
 	}
 	panic(fmt.Sprintf("root: no application of %T", cmd))
 }
@@ -89,11 +99,13 @@ func (s *State) found(c *Found) (*State, Result) {
 		}
 		return s, Result{Outcome: OutcomeFounded, Detail: "the cluster was founded before"}
 	}
-	if c.Cluster.IsZero() || c.Nonce.IsZero() || c.Broker == 0 || c.Vnodes < 1 || c.Vnodes > MaxVnodes || c.Level < 1 {
+	if c.Cluster.IsZero() || c.Nonce.IsZero() || c.Broker == 0 || c.Vnodes < 1 || c.Vnodes > MaxVnodes || c.Level < 1 ||
+		c.Brokers < 0 || c.Brokers > MaxBrokers {
 		return s, Result{Outcome: OutcomeInvalid, Detail: "malformed founding"}
 	}
 	next := *s
 	next.Cluster, next.FoundNonce, next.Level = c.Cluster, c.Nonce, c.Level
+	next.Policy = foundingPolicy(c.Brokers)
 	next.Ring = Ring{Version: 1, Vnodes: make([]Vnode, c.Vnodes)}
 	for i, arc := range EqualArcs(c.Vnodes) {
 		next.Ring.Vnodes[i] = Vnode{ID: uint32(i), Arcs: []metadata.Arc{arc}, Members: []storage.BrokerID{c.Broker}}
@@ -124,56 +136,6 @@ func (s *State) confirm(c *ConfirmVnode) (*State, Result) {
 	next.Ring.Vnodes = slices.Clone(s.Ring.Vnodes)
 	next.Ring.Vnodes[i].Confirmed = true
 	return &next, Result{Outcome: OutcomeOK}
-}
-
-func (s *State) register(c *RegisterBroker) (*State, Result) {
-	if c.ID == 0 || c.Boot == 0 || c.Nonce.IsZero() || c.AdvertisedLevel < 1 {
-		return s, Result{Outcome: OutcomeInvalid, Detail: "malformed registration"}
-	}
-	if !validAddresses(c.Addresses) {
-		return s, Result{Outcome: OutcomeLimit, Detail: "too many addresses, or one is too long"}
-	}
-	b, known := s.Broker(c.ID)
-	switch {
-	case known && b.Boot == c.Boot && b.Nonce == c.Nonce:
-		return s, Result{Outcome: OutcomeOK, Already: true}
-	case known && c.Boot <= b.Boot && !mutate.On("root.any-boot"):
-		return s, Result{Outcome: OutcomeCloneOrRollback, Detail: fmt.Sprintf(
-			"clone_or_rollback: the disk says boot %d, but boot %d is registered", c.Boot, b.Boot)}
-	case known && c.JournalGroup < b.JournalGroup && !mutate.On("root.any-journal-group"):
-		return s, Result{Outcome: OutcomeCloneOrRollback, Detail: fmt.Sprintf(
-			"clone_or_rollback: the disk's journal ends at group %d, but group %d was durable", c.JournalGroup, b.JournalGroup)}
-	case !known && len(s.Brokers) >= MaxBrokers:
-		return s, Result{Outcome: OutcomeLimit, Detail: "too many brokers"}
-	}
-	return s.withBroker(Broker{ID: c.ID, Boot: c.Boot, JournalGroup: c.JournalGroup, Nonce: c.Nonce,
-		Addresses: maps.Clone(c.Addresses), AdvertisedLevel: c.AdvertisedLevel}), Result{Outcome: OutcomeOK}
-}
-
-func (s *State) refresh(c *RefreshBroker) (*State, Result) {
-	b, known := s.Broker(c.ID)
-	switch {
-	case !known:
-		return s, Result{Outcome: OutcomeUnknownBroker, Detail: "the broker was never registered"}
-	case c.Boot != b.Boot:
-		return s, Result{Outcome: OutcomeStaleBoot, Detail: fmt.Sprintf(
-			"clone_or_rollback: this process runs boot %d, but boot %d is registered", c.Boot, b.Boot)}
-	case c.JournalGroup <= b.JournalGroup: // a late refresh does not lower it
-		return s, Result{Outcome: OutcomeOK, Already: true}
-	}
-	b.JournalGroup = c.JournalGroup
-	return s.withBroker(b), Result{Outcome: OutcomeOK}
-}
-
-func (s *State) withBroker(b Broker) *State {
-	next := *s
-	next.Brokers = slices.Clone(s.Brokers)
-	if i, ok := s.brokerIndex(b.ID); ok {
-		next.Brokers[i] = b
-	} else {
-		next.Brokers = slices.Insert(next.Brokers, i, b)
-	}
-	return &next
 }
 
 // risesTo is the level that the cluster would have after cmd, 0 if cmd does not change it.
@@ -218,16 +180,4 @@ func (s *State) setLevel(c *SetLevel) (*State, Result) {
 	next := *s
 	next.Level = c.To
 	return &next, Result{Outcome: OutcomeOK}
-}
-
-func validAddresses(m map[string]string) bool {
-	if len(m) > MaxAddresses {
-		return false
-	}
-	for k, v := range m {
-		if len(k) > MaxAddress || len(v) > MaxAddress || !utf8.ValidString(k) || !utf8.ValidString(v) {
-			return false
-		}
-	}
-	return true
 }

@@ -233,7 +233,22 @@ func drawCommand(t *rapid.T) Command {
 	id := storage.BrokerID(rapid.IntRange(1, 2).Draw(t, "broker"))
 	boot := storage.Boot(rapid.IntRange(0, 5).Draw(t, "boot"))
 	group := uint64(rapid.IntRange(0, 5).Draw(t, "group"))
-	switch rapid.IntRange(0, 6).Draw(t, "kind") {
+	switch rapid.IntRange(0, 16).Draw(t, "kind") {
+	case 7:
+		return &AdmitBroker{ID: id, Nonce: n, AdvertisedLevel: storage.Level(boot), Addresses: map[string]string{"raft": "y:1"}}
+	case 8, 9, 10:
+		return &SetBrokerState{ID: id, ExpectVersion: uint64(rapid.IntRange(0, 3).Draw(t, "version")), Nonce: n,
+			To: BrokerState(rapid.IntRange(0, 2).Draw(t, "to"))}
+	case 11:
+		return &RemoveBroker{ID: id}
+	case 12:
+		return &BrokerReady{ID: id, Boot: boot, Generation: uint32(rapid.IntRange(0, 1).Draw(t, "generation"))}
+	case 13:
+		return &RetireReplicas{ID: id, ExpectGeneration: uint32(rapid.IntRange(0, 2).Draw(t, "generation"))}
+	case 14, 15:
+		rf, least := rapid.IntRange(0, 4).Draw(t, "rf"), rapid.IntRange(0, 4).Draw(t, "least")
+		return &UpdatePolicy{Nonce: n, ExpectVersion: uint64(rapid.IntRange(0, 3).Draw(t, "version")),
+			Change: PolicyChange{ReplicationFactor: &rf, MinReplicas: &least}}
 	case 0:
 		return &Found{Cluster: storage.ClusterID{byte(rapid.IntRange(1, 2).Draw(t, "cluster"))}, Vnodes: 1 + int(group), Broker: id, Level: 1, Nonce: n}
 	case 1:
@@ -297,7 +312,9 @@ func TestReplicasAgree(t *testing.T) {
 	})
 	t.Logf("branches: %v", tally)
 	for _, branch := range []string{"*root.Found 1", "*root.Found 3", "*root.ConfirmVnode 1", "*root.RegisterBroker 1", "*root.RegisterBroker 4",
-		"*root.RefreshBroker 1", "*root.RefreshBroker 6", "*root.SetLevel 1", "*root.SetLevel 7"} {
+		"*root.RefreshBroker 1", "*root.RefreshBroker 6", "*root.SetLevel 1", "*root.SetLevel 7", "*root.AdmitBroker 1",
+		"*root.SetBrokerState 1", "*root.SetBrokerState 7", "*root.RemoveBroker 1", "*root.RemoveBroker 7", "*root.BrokerReady 1",
+		"*root.RetireReplicas 1", "*root.UpdatePolicy 1", "*root.UpdatePolicy 7", "*root.UpdatePolicy 8"} {
 		if tally[branch] == 0 {
 			t.Errorf("the random commands never reached %q", branch)
 		}
@@ -309,8 +326,23 @@ func neverFalls(t *rapid.T, before, after *State) {
 	if before.Founded() && (after.Cluster != before.Cluster || len(after.Ring.Vnodes) != len(before.Ring.Vnodes) || after.Level < before.Level) {
 		t.Fatalf("the cluster changed from %+v to %+v", before, after)
 	}
+	for _, id := range before.Removed {
+		if _, ok := after.Broker(id); ok || !after.WasRemoved(id) {
+			t.Fatalf("broker %s came back", id)
+		}
+	}
+	if len(after.Policy.Faults()) > 0 && after.Founded() || after.Policy.Version < before.Policy.Version {
+		t.Fatalf("the policy became %+v", after.Policy)
+	}
 	for _, b := range before.Brokers {
 		now, ok := after.Broker(b.ID)
+		if after.WasRemoved(b.ID) {
+			continue
+		}
+		if now.Generation < b.Generation || now.StateVersion < b.StateVersion || b.State+now.State == BrokerDraining+BrokerDecommissioning &&
+			b.State != now.State && b.State != BrokerActive && now.State != BrokerActive {
+			t.Fatalf("broker %+v became %+v", b, now)
+		}
 		if !ok || now.Boot < b.Boot || now.JournalGroup < b.JournalGroup {
 			t.Fatalf("broker %+v became %+v", b, now)
 		}
@@ -319,7 +351,8 @@ func neverFalls(t *rapid.T, before, after *State) {
 
 // FuzzApply: bytes from outside never panic, and what is not applied changes nothing.
 func FuzzApply(f *testing.F) {
-	for _, c := range []Command{founding(4), register(2, 3, 4), &RefreshBroker{ID: broker, Boot: 1}, &ConfirmVnode{}, &SetLevel{Expect: 1, To: 2}} {
+	for _, c := range append(goldenClusterCommands(), founding(4), register(2, 3, 4), &RefreshBroker{ID: broker, Boot: 1}, &ConfirmVnode{},
+		&SetLevel{Expect: 1, To: 2}) {
 		b, err := Encode(c)
 		if err != nil {
 			f.Fatal(err)

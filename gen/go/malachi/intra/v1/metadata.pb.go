@@ -97,6 +97,61 @@ func (SealReason) EnumDescriptor() ([]byte, []int) {
 	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{0}
 }
 
+type ReplicaChange int32
+
+const (
+	ReplicaChange_REPLICA_CHANGE_UNSPECIFIED ReplicaChange = 0
+	// The broker is to get a copy. Until it is confirmed it counts for nothing.
+	ReplicaChange_REPLICA_CHANGE_INCOMING ReplicaChange = 1
+	// The incoming broker holds a proved copy.
+	ReplicaChange_REPLICA_CHANGE_CONFIRM ReplicaChange = 2
+	// The broker holds no copy any more, or none that counts: it may be deleted.
+	ReplicaChange_REPLICA_CHANGE_DROP ReplicaChange = 3
+)
+
+// Enum value maps for ReplicaChange.
+var (
+	ReplicaChange_name = map[int32]string{
+		0: "REPLICA_CHANGE_UNSPECIFIED",
+		1: "REPLICA_CHANGE_INCOMING",
+		2: "REPLICA_CHANGE_CONFIRM",
+		3: "REPLICA_CHANGE_DROP",
+	}
+	ReplicaChange_value = map[string]int32{
+		"REPLICA_CHANGE_UNSPECIFIED": 0,
+		"REPLICA_CHANGE_INCOMING":    1,
+		"REPLICA_CHANGE_CONFIRM":     2,
+		"REPLICA_CHANGE_DROP":        3,
+	}
+)
+
+func (x ReplicaChange) Enum() *ReplicaChange {
+	p := new(ReplicaChange)
+	*p = x
+	return p
+}
+
+func (x ReplicaChange) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ReplicaChange) Descriptor() protoreflect.EnumDescriptor {
+	return file_malachi_internal_v1_metadata_proto_enumTypes[1].Descriptor()
+}
+
+func (ReplicaChange) Type() protoreflect.EnumType {
+	return &file_malachi_internal_v1_metadata_proto_enumTypes[1]
+}
+
+func (x ReplicaChange) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ReplicaChange.Descriptor instead.
+func (ReplicaChange) EnumDescriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{1}
+}
+
 type Outcome int32
 
 const (
@@ -151,11 +206,11 @@ func (x Outcome) String() string {
 }
 
 func (Outcome) Descriptor() protoreflect.EnumDescriptor {
-	return file_malachi_internal_v1_metadata_proto_enumTypes[1].Descriptor()
+	return file_malachi_internal_v1_metadata_proto_enumTypes[2].Descriptor()
 }
 
 func (Outcome) Type() protoreflect.EnumType {
-	return &file_malachi_internal_v1_metadata_proto_enumTypes[1]
+	return &file_malachi_internal_v1_metadata_proto_enumTypes[2]
 }
 
 func (x Outcome) Number() protoreflect.EnumNumber {
@@ -164,7 +219,7 @@ func (x Outcome) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Outcome.Descriptor instead.
 func (Outcome) EnumDescriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{1}
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{2}
 }
 
 type SegmentState int32
@@ -203,11 +258,11 @@ func (x SegmentState) String() string {
 }
 
 func (SegmentState) Descriptor() protoreflect.EnumDescriptor {
-	return file_malachi_internal_v1_metadata_proto_enumTypes[2].Descriptor()
+	return file_malachi_internal_v1_metadata_proto_enumTypes[3].Descriptor()
 }
 
 func (SegmentState) Type() protoreflect.EnumType {
-	return &file_malachi_internal_v1_metadata_proto_enumTypes[2]
+	return &file_malachi_internal_v1_metadata_proto_enumTypes[3]
 }
 
 func (x SegmentState) Number() protoreflect.EnumNumber {
@@ -216,7 +271,7 @@ func (x SegmentState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use SegmentState.Descriptor instead.
 func (SegmentState) EnumDescriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{2}
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{3}
 }
 
 type RangeState int32
@@ -255,11 +310,11 @@ func (x RangeState) String() string {
 }
 
 func (RangeState) Descriptor() protoreflect.EnumDescriptor {
-	return file_malachi_internal_v1_metadata_proto_enumTypes[3].Descriptor()
+	return file_malachi_internal_v1_metadata_proto_enumTypes[4].Descriptor()
 }
 
 func (RangeState) Type() protoreflect.EnumType {
-	return &file_malachi_internal_v1_metadata_proto_enumTypes[3]
+	return &file_malachi_internal_v1_metadata_proto_enumTypes[4]
 }
 
 func (x RangeState) Number() protoreflect.EnumNumber {
@@ -268,7 +323,7 @@ func (x RangeState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use RangeState.Descriptor instead.
 func (RangeState) EnumDescriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{3}
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{4}
 }
 
 type TopicState int32
@@ -304,11 +359,11 @@ func (x TopicState) String() string {
 }
 
 func (TopicState) Descriptor() protoreflect.EnumDescriptor {
-	return file_malachi_internal_v1_metadata_proto_enumTypes[4].Descriptor()
+	return file_malachi_internal_v1_metadata_proto_enumTypes[5].Descriptor()
 }
 
 func (TopicState) Type() protoreflect.EnumType {
-	return &file_malachi_internal_v1_metadata_proto_enumTypes[4]
+	return &file_malachi_internal_v1_metadata_proto_enumTypes[5]
 }
 
 func (x TopicState) Number() protoreflect.EnumNumber {
@@ -317,7 +372,7 @@ func (x TopicState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use TopicState.Descriptor instead.
 func (TopicState) EnumDescriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{4}
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{5}
 }
 
 type MetadataCommand struct {
@@ -333,6 +388,8 @@ type MetadataCommand struct {
 	//	*MetadataCommand_ForgetTopic
 	//	*MetadataCommand_OpenSegment
 	//	*MetadataCommand_SealSegment
+	//	*MetadataCommand_UpdateReplicas
+	//	*MetadataCommand_ResolveSegment
 	Body          isMetadataCommand_Body `protobuf_oneof:"body"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -445,6 +502,24 @@ func (x *MetadataCommand) GetSealSegment() *SealSegment {
 	return nil
 }
 
+func (x *MetadataCommand) GetUpdateReplicas() *UpdateReplicas {
+	if x != nil {
+		if x, ok := x.Body.(*MetadataCommand_UpdateReplicas); ok {
+			return x.UpdateReplicas
+		}
+	}
+	return nil
+}
+
+func (x *MetadataCommand) GetResolveSegment() *ResolveSegment {
+	if x != nil {
+		if x, ok := x.Body.(*MetadataCommand_ResolveSegment); ok {
+			return x.ResolveSegment
+		}
+	}
+	return nil
+}
+
 type isMetadataCommand_Body interface {
 	isMetadataCommand_Body()
 }
@@ -477,6 +552,14 @@ type MetadataCommand_SealSegment struct {
 	SealSegment *SealSegment `protobuf:"bytes,8,opt,name=seal_segment,json=sealSegment,proto3,oneof"`
 }
 
+type MetadataCommand_UpdateReplicas struct {
+	UpdateReplicas *UpdateReplicas `protobuf:"bytes,9,opt,name=update_replicas,json=updateReplicas,proto3,oneof"`
+}
+
+type MetadataCommand_ResolveSegment struct {
+	ResolveSegment *ResolveSegment `protobuf:"bytes,10,opt,name=resolve_segment,json=resolveSegment,proto3,oneof"`
+}
+
 func (*MetadataCommand_InitVnode) isMetadataCommand_Body() {}
 
 func (*MetadataCommand_CreateTopic) isMetadataCommand_Body() {}
@@ -490,6 +573,10 @@ func (*MetadataCommand_ForgetTopic) isMetadataCommand_Body() {}
 func (*MetadataCommand_OpenSegment) isMetadataCommand_Body() {}
 
 func (*MetadataCommand_SealSegment) isMetadataCommand_Body() {}
+
+func (*MetadataCommand_UpdateReplicas) isMetadataCommand_Body() {}
+
+func (*MetadataCommand_ResolveSegment) isMetadataCommand_Body() {}
 
 // The first command of a vnode: what it owns.
 type InitVnode struct {
@@ -1241,7 +1328,10 @@ type SealSegment struct {
 	Time   int64      `protobuf:"fixed64,11,opt,name=time,proto3" json:"time,omitempty"`
 	Reason SealReason `protobuf:"varint,12,opt,name=reason,proto3,enum=malachi.internal.v1.SealReason" json:"reason,omitempty"`
 	// The segment that takes the appends from here on; its topic, range and base must fit the seal.
-	Next          *OpenSegment `protobuf:"bytes,13,opt,name=next,proto3" json:"next,omitempty"`
+	Next *OpenSegment `protobuf:"bytes,13,opt,name=next,proto3" json:"next,omitempty"`
+	// Replicas that are gone for good and count as votes for the base, by an operator's order (reason OPERATOR). What they held beyond
+	// the end is recorded as lost.
+	Gone          []uint64 `protobuf:"fixed64,14,rep,packed,name=gone,proto3" json:"gone,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1367,6 +1457,228 @@ func (x *SealSegment) GetNext() *OpenSegment {
 	return nil
 }
 
+func (x *SealSegment) GetGone() []uint64 {
+	if x != nil {
+		return x.Gone
+	}
+	return nil
+}
+
+// Changes who holds copies of a sealed segment.
+type UpdateReplicas struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	TopicName string                 `protobuf:"bytes,1,opt,name=topic_name,json=topicName,proto3" json:"topic_name,omitempty"`
+	TopicUid  []byte                 `protobuf:"bytes,2,opt,name=topic_uid,json=topicUid,proto3" json:"topic_uid,omitempty"`
+	Segment   *SegmentKey            `protobuf:"bytes,3,opt,name=segment,proto3" json:"segment,omitempty"`
+	// The replica version that the caller saw: a compare-and-set.
+	ExpectVersion uint64        `protobuf:"varint,4,opt,name=expect_version,json=expectVersion,proto3" json:"expect_version,omitempty"`
+	Change        ReplicaChange `protobuf:"varint,5,opt,name=change,proto3,enum=malachi.internal.v1.ReplicaChange" json:"change,omitempty"`
+	Broker        uint64        `protobuf:"fixed64,6,opt,name=broker,proto3" json:"broker,omitempty"`
+	// Confirm: the boot under which the broker has proved its copy. Recorded in the log, not in the state.
+	Boot uint64 `protobuf:"varint,7,opt,name=boot,proto3" json:"boot,omitempty"`
+	// Drop: the broker is decommissioned or removed, so the copy may go although fewer than the replication factor stay.
+	Gone          bool `protobuf:"varint,8,opt,name=gone,proto3" json:"gone,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UpdateReplicas) Reset() {
+	*x = UpdateReplicas{}
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UpdateReplicas) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UpdateReplicas) ProtoMessage() {}
+
+func (x *UpdateReplicas) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UpdateReplicas.ProtoReflect.Descriptor instead.
+func (*UpdateReplicas) Descriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *UpdateReplicas) GetTopicName() string {
+	if x != nil {
+		return x.TopicName
+	}
+	return ""
+}
+
+func (x *UpdateReplicas) GetTopicUid() []byte {
+	if x != nil {
+		return x.TopicUid
+	}
+	return nil
+}
+
+func (x *UpdateReplicas) GetSegment() *SegmentKey {
+	if x != nil {
+		return x.Segment
+	}
+	return nil
+}
+
+func (x *UpdateReplicas) GetExpectVersion() uint64 {
+	if x != nil {
+		return x.ExpectVersion
+	}
+	return 0
+}
+
+func (x *UpdateReplicas) GetChange() ReplicaChange {
+	if x != nil {
+		return x.Change
+	}
+	return ReplicaChange_REPLICA_CHANGE_UNSPECIFIED
+}
+
+func (x *UpdateReplicas) GetBroker() uint64 {
+	if x != nil {
+		return x.Broker
+	}
+	return 0
+}
+
+func (x *UpdateReplicas) GetBoot() uint64 {
+	if x != nil {
+		return x.Boot
+	}
+	return 0
+}
+
+func (x *UpdateReplicas) GetGone() bool {
+	if x != nil {
+		return x.Gone
+	}
+	return false
+}
+
+// Records by an operator's order that a sealed segment has lost everything from an offset on.
+type ResolveSegment struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	TopicName string                 `protobuf:"bytes,1,opt,name=topic_name,json=topicName,proto3" json:"topic_name,omitempty"`
+	TopicUid  []byte                 `protobuf:"bytes,2,opt,name=topic_uid,json=topicUid,proto3" json:"topic_uid,omitempty"`
+	Segment   *SegmentKey            `protobuf:"bytes,3,opt,name=segment,proto3" json:"segment,omitempty"`
+	Nonce     []byte                 `protobuf:"bytes,4,opt,name=nonce,proto3" json:"nonce,omitempty"`
+	LostFrom  uint64                 `protobuf:"varint,5,opt,name=lost_from,json=lostFrom,proto3" json:"lost_from,omitempty"`
+	// Of what remains: length of header and batches, and digest.
+	DataBytes uint64 `protobuf:"varint,6,opt,name=data_bytes,json=dataBytes,proto3" json:"data_bytes,omitempty"`
+	Digest    uint64 `protobuf:"fixed64,7,opt,name=digest,proto3" json:"digest,omitempty"`
+	Time      int64  `protobuf:"fixed64,8,opt,name=time,proto3" json:"time,omitempty"`
+	// The replica version that the caller saw: a compare-and-set.
+	ExpectVersion uint64 `protobuf:"varint,9,opt,name=expect_version,json=expectVersion,proto3" json:"expect_version,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResolveSegment) Reset() {
+	*x = ResolveSegment{}
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResolveSegment) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResolveSegment) ProtoMessage() {}
+
+func (x *ResolveSegment) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResolveSegment.ProtoReflect.Descriptor instead.
+func (*ResolveSegment) Descriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *ResolveSegment) GetTopicName() string {
+	if x != nil {
+		return x.TopicName
+	}
+	return ""
+}
+
+func (x *ResolveSegment) GetTopicUid() []byte {
+	if x != nil {
+		return x.TopicUid
+	}
+	return nil
+}
+
+func (x *ResolveSegment) GetSegment() *SegmentKey {
+	if x != nil {
+		return x.Segment
+	}
+	return nil
+}
+
+func (x *ResolveSegment) GetNonce() []byte {
+	if x != nil {
+		return x.Nonce
+	}
+	return nil
+}
+
+func (x *ResolveSegment) GetLostFrom() uint64 {
+	if x != nil {
+		return x.LostFrom
+	}
+	return 0
+}
+
+func (x *ResolveSegment) GetDataBytes() uint64 {
+	if x != nil {
+		return x.DataBytes
+	}
+	return 0
+}
+
+func (x *ResolveSegment) GetDigest() uint64 {
+	if x != nil {
+		return x.Digest
+	}
+	return 0
+}
+
+func (x *ResolveSegment) GetTime() int64 {
+	if x != nil {
+		return x.Time
+	}
+	return 0
+}
+
+func (x *ResolveSegment) GetExpectVersion() uint64 {
+	if x != nil {
+		return x.ExpectVersion
+	}
+	return 0
+}
+
 // What a command answers. It never depends on anything but the state and the command.
 type MetadataResult struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
@@ -1388,7 +1700,7 @@ type MetadataResult struct {
 
 func (x *MetadataResult) Reset() {
 	*x = MetadataResult{}
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[12]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1400,7 +1712,7 @@ func (x *MetadataResult) String() string {
 func (*MetadataResult) ProtoMessage() {}
 
 func (x *MetadataResult) ProtoReflect() protoreflect.Message {
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[12]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1413,7 +1725,7 @@ func (x *MetadataResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MetadataResult.ProtoReflect.Descriptor instead.
 func (*MetadataResult) Descriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{12}
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *MetadataResult) GetOutcome() Outcome {
@@ -1493,13 +1805,18 @@ type SegmentRecord struct {
 	ProducerTableDigest uint64     `protobuf:"fixed64,16,opt,name=producer_table_digest,json=producerTableDigest,proto3" json:"producer_table_digest,omitempty"`
 	ProducerTableBytes  uint32     `protobuf:"varint,17,opt,name=producer_table_bytes,json=producerTableBytes,proto3" json:"producer_table_bytes,omitempty"`
 	SealNonce           []byte     `protobuf:"bytes,18,opt,name=seal_nonce,json=sealNonce,proto3" json:"seal_nonce,omitempty"`
-	unknownFields       protoimpl.UnknownFields
-	sizeCache           protoimpl.SizeCache
+	// Brokers that are to get a copy.
+	Incoming []uint64 `protobuf:"fixed64,19,rep,packed,name=incoming,proto3" json:"incoming,omitempty"`
+	// Rises with every change of replicas and incoming after the seal.
+	ReplicaVersion uint64      `protobuf:"varint,20,opt,name=replica_version,json=replicaVersion,proto3" json:"replica_version,omitempty"`
+	Loss           *LossRecord `protobuf:"bytes,21,opt,name=loss,proto3" json:"loss,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *SegmentRecord) Reset() {
 	*x = SegmentRecord{}
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[13]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1511,7 +1828,7 @@ func (x *SegmentRecord) String() string {
 func (*SegmentRecord) ProtoMessage() {}
 
 func (x *SegmentRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[13]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1524,7 +1841,7 @@ func (x *SegmentRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SegmentRecord.ProtoReflect.Descriptor instead.
 func (*SegmentRecord) Descriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{13}
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *SegmentRecord) GetSeq() uint32 {
@@ -1653,6 +1970,104 @@ func (x *SegmentRecord) GetSealNonce() []byte {
 	return nil
 }
 
+func (x *SegmentRecord) GetIncoming() []uint64 {
+	if x != nil {
+		return x.Incoming
+	}
+	return nil
+}
+
+func (x *SegmentRecord) GetReplicaVersion() uint64 {
+	if x != nil {
+		return x.ReplicaVersion
+	}
+	return 0
+}
+
+func (x *SegmentRecord) GetLoss() *LossRecord {
+	if x != nil {
+		return x.Loss
+	}
+	return nil
+}
+
+// What an operator has given up of a segment.
+type LossRecord struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	LostFrom      uint64                 `protobuf:"varint,1,opt,name=lost_from,json=lostFrom,proto3" json:"lost_from,omitempty"`
+	DataBytes     uint64                 `protobuf:"varint,2,opt,name=data_bytes,json=dataBytes,proto3" json:"data_bytes,omitempty"`
+	Digest        uint64                 `protobuf:"fixed64,3,opt,name=digest,proto3" json:"digest,omitempty"`
+	Time          int64                  `protobuf:"fixed64,4,opt,name=time,proto3" json:"time,omitempty"`
+	Nonce         []byte                 `protobuf:"bytes,5,opt,name=nonce,proto3" json:"nonce,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LossRecord) Reset() {
+	*x = LossRecord{}
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LossRecord) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LossRecord) ProtoMessage() {}
+
+func (x *LossRecord) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LossRecord.ProtoReflect.Descriptor instead.
+func (*LossRecord) Descriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *LossRecord) GetLostFrom() uint64 {
+	if x != nil {
+		return x.LostFrom
+	}
+	return 0
+}
+
+func (x *LossRecord) GetDataBytes() uint64 {
+	if x != nil {
+		return x.DataBytes
+	}
+	return 0
+}
+
+func (x *LossRecord) GetDigest() uint64 {
+	if x != nil {
+		return x.Digest
+	}
+	return 0
+}
+
+func (x *LossRecord) GetTime() int64 {
+	if x != nil {
+		return x.Time
+	}
+	return 0
+}
+
+func (x *LossRecord) GetNonce() []byte {
+	if x != nil {
+		return x.Nonce
+	}
+	return nil
+}
+
 type RangeParent struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Range         *RangeKey              `protobuf:"bytes,1,opt,name=range,proto3" json:"range,omitempty"`
@@ -1665,7 +2080,7 @@ type RangeParent struct {
 
 func (x *RangeParent) Reset() {
 	*x = RangeParent{}
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[14]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1677,7 +2092,7 @@ func (x *RangeParent) String() string {
 func (*RangeParent) ProtoMessage() {}
 
 func (x *RangeParent) ProtoReflect() protoreflect.Message {
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[14]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1690,7 +2105,7 @@ func (x *RangeParent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RangeParent.ProtoReflect.Descriptor instead.
 func (*RangeParent) Descriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{14}
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *RangeParent) GetRange() *RangeKey {
@@ -1740,7 +2155,7 @@ type RangeRecord struct {
 
 func (x *RangeRecord) Reset() {
 	*x = RangeRecord{}
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[15]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1752,7 +2167,7 @@ func (x *RangeRecord) String() string {
 func (*RangeRecord) ProtoMessage() {}
 
 func (x *RangeRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[15]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1765,7 +2180,7 @@ func (x *RangeRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RangeRecord.ProtoReflect.Descriptor instead.
 func (*RangeRecord) Descriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{15}
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *RangeRecord) GetTimeline() uint64 {
@@ -1848,7 +2263,7 @@ type SegmentRecords struct {
 
 func (x *SegmentRecords) Reset() {
 	*x = SegmentRecords{}
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[16]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1860,7 +2275,7 @@ func (x *SegmentRecords) String() string {
 func (*SegmentRecords) ProtoMessage() {}
 
 func (x *SegmentRecords) ProtoReflect() protoreflect.Message {
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[16]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1873,7 +2288,7 @@ func (x *SegmentRecords) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SegmentRecords.ProtoReflect.Descriptor instead.
 func (*SegmentRecords) Descriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{16}
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SegmentRecords) GetSegments() []*SegmentRecord {
@@ -1893,7 +2308,7 @@ type AppliedUpdate struct {
 
 func (x *AppliedUpdate) Reset() {
 	*x = AppliedUpdate{}
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[17]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1905,7 +2320,7 @@ func (x *AppliedUpdate) String() string {
 func (*AppliedUpdate) ProtoMessage() {}
 
 func (x *AppliedUpdate) ProtoReflect() protoreflect.Message {
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[17]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1918,7 +2333,7 @@ func (x *AppliedUpdate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AppliedUpdate.ProtoReflect.Descriptor instead.
 func (*AppliedUpdate) Descriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{17}
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *AppliedUpdate) GetNonce() []byte {
@@ -1960,7 +2375,7 @@ type TopicRecord struct {
 
 func (x *TopicRecord) Reset() {
 	*x = TopicRecord{}
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[18]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1972,7 +2387,7 @@ func (x *TopicRecord) String() string {
 func (*TopicRecord) ProtoMessage() {}
 
 func (x *TopicRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[18]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1985,7 +2400,7 @@ func (x *TopicRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TopicRecord.ProtoReflect.Descriptor instead.
 func (*TopicRecord) Descriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{18}
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *TopicRecord) GetUid() []byte {
@@ -2100,7 +2515,7 @@ type TombstoneRecord struct {
 
 func (x *TombstoneRecord) Reset() {
 	*x = TombstoneRecord{}
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[19]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2112,7 +2527,7 @@ func (x *TombstoneRecord) String() string {
 func (*TombstoneRecord) ProtoMessage() {}
 
 func (x *TombstoneRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[19]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2125,7 +2540,7 @@ func (x *TombstoneRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TombstoneRecord.ProtoReflect.Descriptor instead.
 func (*TombstoneRecord) Descriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{19}
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *TombstoneRecord) GetUid() []byte {
@@ -2187,7 +2602,7 @@ type MetadataSnapshotHeader struct {
 
 func (x *MetadataSnapshotHeader) Reset() {
 	*x = MetadataSnapshotHeader{}
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[20]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2199,7 +2614,7 @@ func (x *MetadataSnapshotHeader) String() string {
 func (*MetadataSnapshotHeader) ProtoMessage() {}
 
 func (x *MetadataSnapshotHeader) ProtoReflect() protoreflect.Message {
-	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[20]
+	mi := &file_malachi_internal_v1_metadata_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2212,7 +2627,7 @@ func (x *MetadataSnapshotHeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MetadataSnapshotHeader.ProtoReflect.Descriptor instead.
 func (*MetadataSnapshotHeader) Descriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{20}
+	return file_malachi_internal_v1_metadata_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *MetadataSnapshotHeader) GetLevel() uint32 {
@@ -2268,7 +2683,7 @@ var File_malachi_internal_v1_metadata_proto protoreflect.FileDescriptor
 
 const file_malachi_internal_v1_metadata_proto_rawDesc = "" +
 	"\n" +
-	"\"malachi/internal/v1/metadata.proto\x12\x13malachi.internal.v1\"\x9a\x04\n" +
+	"\"malachi/internal/v1/metadata.proto\x12\x13malachi.internal.v1\"\xba\x05\n" +
 	"\x0fMetadataCommand\x12\x14\n" +
 	"\x05level\x18\x01 \x01(\rR\x05level\x12?\n" +
 	"\n" +
@@ -2278,7 +2693,10 @@ const file_malachi_internal_v1_metadata_proto_rawDesc = "" +
 	"\fdelete_topic\x18\x05 \x01(\v2 .malachi.internal.v1.DeleteTopicH\x00R\vdeleteTopic\x12E\n" +
 	"\fforget_topic\x18\x06 \x01(\v2 .malachi.internal.v1.ForgetTopicH\x00R\vforgetTopic\x12E\n" +
 	"\fopen_segment\x18\a \x01(\v2 .malachi.internal.v1.OpenSegmentH\x00R\vopenSegment\x12E\n" +
-	"\fseal_segment\x18\b \x01(\v2 .malachi.internal.v1.SealSegmentH\x00R\vsealSegmentB\x06\n" +
+	"\fseal_segment\x18\b \x01(\v2 .malachi.internal.v1.SealSegmentH\x00R\vsealSegment\x12N\n" +
+	"\x0fupdate_replicas\x18\t \x01(\v2#.malachi.internal.v1.UpdateReplicasH\x00R\x0eupdateReplicas\x12N\n" +
+	"\x0fresolve_segment\x18\n" +
+	" \x01(\v2#.malachi.internal.v1.ResolveSegmentH\x00R\x0eresolveSegmentB\x06\n" +
 	"\x04body\"\x95\x01\n" +
 	"\tInitVnode\x12\x14\n" +
 	"\x05vnode\x18\x01 \x01(\rR\x05vnode\x12!\n" +
@@ -2341,7 +2759,7 @@ const file_malachi_internal_v1_metadata_proto_rawDesc = "" +
 	"\fprimary_boot\x18\n" +
 	" \x01(\x04R\vprimaryBoot\x12\x16\n" +
 	"\x06header\x18\v \x01(\fR\x06header\x12\x12\n" +
-	"\x04time\x18\f \x01(\x10R\x04time\"\xe2\x03\n" +
+	"\x04time\x18\f \x01(\x10R\x04time\"\xf6\x03\n" +
 	"\vSealSegment\x12\x1d\n" +
 	"\n" +
 	"topic_name\x18\x01 \x01(\tR\ttopicName\x12\x1b\n" +
@@ -2358,7 +2776,30 @@ const file_malachi_internal_v1_metadata_proto_rawDesc = "" +
 	" \x03(\x06R\x05votes\x12\x12\n" +
 	"\x04time\x18\v \x01(\x10R\x04time\x127\n" +
 	"\x06reason\x18\f \x01(\x0e2\x1f.malachi.internal.v1.SealReasonR\x06reason\x124\n" +
-	"\x04next\x18\r \x01(\v2 .malachi.internal.v1.OpenSegmentR\x04next\"\xc8\x02\n" +
+	"\x04next\x18\r \x01(\v2 .malachi.internal.v1.OpenSegmentR\x04next\x12\x12\n" +
+	"\x04gone\x18\x0e \x03(\x06R\x04gone\"\xaa\x02\n" +
+	"\x0eUpdateReplicas\x12\x1d\n" +
+	"\n" +
+	"topic_name\x18\x01 \x01(\tR\ttopicName\x12\x1b\n" +
+	"\ttopic_uid\x18\x02 \x01(\fR\btopicUid\x129\n" +
+	"\asegment\x18\x03 \x01(\v2\x1f.malachi.internal.v1.SegmentKeyR\asegment\x12%\n" +
+	"\x0eexpect_version\x18\x04 \x01(\x04R\rexpectVersion\x12:\n" +
+	"\x06change\x18\x05 \x01(\x0e2\".malachi.internal.v1.ReplicaChangeR\x06change\x12\x16\n" +
+	"\x06broker\x18\x06 \x01(\x06R\x06broker\x12\x12\n" +
+	"\x04boot\x18\a \x01(\x04R\x04boot\x12\x12\n" +
+	"\x04gone\x18\b \x01(\bR\x04gone\"\xac\x02\n" +
+	"\x0eResolveSegment\x12\x1d\n" +
+	"\n" +
+	"topic_name\x18\x01 \x01(\tR\ttopicName\x12\x1b\n" +
+	"\ttopic_uid\x18\x02 \x01(\fR\btopicUid\x129\n" +
+	"\asegment\x18\x03 \x01(\v2\x1f.malachi.internal.v1.SegmentKeyR\asegment\x12\x14\n" +
+	"\x05nonce\x18\x04 \x01(\fR\x05nonce\x12\x1b\n" +
+	"\tlost_from\x18\x05 \x01(\x04R\blostFrom\x12\x1d\n" +
+	"\n" +
+	"data_bytes\x18\x06 \x01(\x04R\tdataBytes\x12\x16\n" +
+	"\x06digest\x18\a \x01(\x06R\x06digest\x12\x12\n" +
+	"\x04time\x18\b \x01(\x10R\x04time\x12%\n" +
+	"\x0eexpect_version\x18\t \x01(\x04R\rexpectVersion\"\xc8\x02\n" +
 	"\x0eMetadataResult\x126\n" +
 	"\aoutcome\x18\x01 \x01(\x0e2\x1c.malachi.internal.v1.OutcomeR\aoutcome\x12\x18\n" +
 	"\aalready\x18\x02 \x01(\bR\aalready\x12\x10\n" +
@@ -2367,7 +2808,7 @@ const file_malachi_internal_v1_metadata_proto_rawDesc = "" +
 	"\asegment\x18\x05 \x01(\v2\".malachi.internal.v1.SegmentRecordR\asegment\x126\n" +
 	"\x04next\x18\x06 \x01(\v2\".malachi.internal.v1.SegmentRecordR\x04next\x12\x16\n" +
 	"\x06detail\x18\a \x01(\tR\x06detail\x12!\n" +
-	"\fring_version\x18\b \x01(\x04R\vringVersion\"\xf9\x04\n" +
+	"\fring_version\x18\b \x01(\x04R\vringVersion\"\xf3\x05\n" +
 	"\rSegmentRecord\x12\x10\n" +
 	"\x03seq\x18\x01 \x01(\rR\x03seq\x127\n" +
 	"\x05state\x18\x02 \x01(\x0e2!.malachi.internal.v1.SegmentStateR\x05state\x12\x12\n" +
@@ -2392,7 +2833,18 @@ const file_malachi_internal_v1_metadata_proto_rawDesc = "" +
 	"\x15producer_table_digest\x18\x10 \x01(\x06R\x13producerTableDigest\x120\n" +
 	"\x14producer_table_bytes\x18\x11 \x01(\rR\x12producerTableBytes\x12\x1d\n" +
 	"\n" +
-	"seal_nonce\x18\x12 \x01(\fR\tsealNonce\"\x98\x01\n" +
+	"seal_nonce\x18\x12 \x01(\fR\tsealNonce\x12\x1a\n" +
+	"\bincoming\x18\x13 \x03(\x06R\bincoming\x12'\n" +
+	"\x0freplica_version\x18\x14 \x01(\x04R\x0ereplicaVersion\x123\n" +
+	"\x04loss\x18\x15 \x01(\v2\x1f.malachi.internal.v1.LossRecordR\x04loss\"\x8a\x01\n" +
+	"\n" +
+	"LossRecord\x12\x1b\n" +
+	"\tlost_from\x18\x01 \x01(\x04R\blostFrom\x12\x1d\n" +
+	"\n" +
+	"data_bytes\x18\x02 \x01(\x04R\tdataBytes\x12\x16\n" +
+	"\x06digest\x18\x03 \x01(\x06R\x06digest\x12\x12\n" +
+	"\x04time\x18\x04 \x01(\x10R\x04time\x12\x14\n" +
+	"\x05nonce\x18\x05 \x01(\fR\x05nonce\"\x98\x01\n" +
 	"\vRangeParent\x123\n" +
 	"\x05range\x18\x01 \x01(\v2\x1d.malachi.internal.v1.RangeKeyR\x05range\x12!\n" +
 	"\fslice_prefix\x18\x02 \x01(\rR\vslicePrefix\x12\x1f\n" +
@@ -2469,7 +2921,12 @@ const file_malachi_internal_v1_metadata_proto_rawDesc = "" +
 	"\x11SEAL_REASON_MERGE\x10\t\x12\x18\n" +
 	"\x14SEAL_REASON_OPERATOR\x10\n" +
 	"\x12\x1d\n" +
-	"\x19SEAL_REASON_NOT_CONFIRMED\x10\v*\xe7\x01\n" +
+	"\x19SEAL_REASON_NOT_CONFIRMED\x10\v*\x81\x01\n" +
+	"\rReplicaChange\x12\x1e\n" +
+	"\x1aREPLICA_CHANGE_UNSPECIFIED\x10\x00\x12\x1b\n" +
+	"\x17REPLICA_CHANGE_INCOMING\x10\x01\x12\x1a\n" +
+	"\x16REPLICA_CHANGE_CONFIRM\x10\x02\x12\x17\n" +
+	"\x13REPLICA_CHANGE_DROP\x10\x03*\xe7\x01\n" +
 	"\aOutcome\x12\x17\n" +
 	"\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n" +
 	"\n" +
@@ -2511,70 +2968,80 @@ func file_malachi_internal_v1_metadata_proto_rawDescGZIP() []byte {
 	return file_malachi_internal_v1_metadata_proto_rawDescData
 }
 
-var file_malachi_internal_v1_metadata_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
-var file_malachi_internal_v1_metadata_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
+var file_malachi_internal_v1_metadata_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
+var file_malachi_internal_v1_metadata_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_malachi_internal_v1_metadata_proto_goTypes = []any{
 	(SealReason)(0),                // 0: malachi.internal.v1.SealReason
-	(Outcome)(0),                   // 1: malachi.internal.v1.Outcome
-	(SegmentState)(0),              // 2: malachi.internal.v1.SegmentState
-	(RangeState)(0),                // 3: malachi.internal.v1.RangeState
-	(TopicState)(0),                // 4: malachi.internal.v1.TopicState
-	(*MetadataCommand)(nil),        // 5: malachi.internal.v1.MetadataCommand
-	(*InitVnode)(nil),              // 6: malachi.internal.v1.InitVnode
-	(*HashArc)(nil),                // 7: malachi.internal.v1.HashArc
-	(*CreateTopic)(nil),            // 8: malachi.internal.v1.CreateTopic
-	(*Label)(nil),                  // 9: malachi.internal.v1.Label
-	(*UpdateTopic)(nil),            // 10: malachi.internal.v1.UpdateTopic
-	(*DeleteTopic)(nil),            // 11: malachi.internal.v1.DeleteTopic
-	(*ForgetTopic)(nil),            // 12: malachi.internal.v1.ForgetTopic
-	(*RangeKey)(nil),               // 13: malachi.internal.v1.RangeKey
-	(*SegmentKey)(nil),             // 14: malachi.internal.v1.SegmentKey
-	(*OpenSegment)(nil),            // 15: malachi.internal.v1.OpenSegment
-	(*SealSegment)(nil),            // 16: malachi.internal.v1.SealSegment
-	(*MetadataResult)(nil),         // 17: malachi.internal.v1.MetadataResult
-	(*SegmentRecord)(nil),          // 18: malachi.internal.v1.SegmentRecord
-	(*RangeParent)(nil),            // 19: malachi.internal.v1.RangeParent
-	(*RangeRecord)(nil),            // 20: malachi.internal.v1.RangeRecord
-	(*SegmentRecords)(nil),         // 21: malachi.internal.v1.SegmentRecords
-	(*AppliedUpdate)(nil),          // 22: malachi.internal.v1.AppliedUpdate
-	(*TopicRecord)(nil),            // 23: malachi.internal.v1.TopicRecord
-	(*TombstoneRecord)(nil),        // 24: malachi.internal.v1.TombstoneRecord
-	(*MetadataSnapshotHeader)(nil), // 25: malachi.internal.v1.MetadataSnapshotHeader
+	(ReplicaChange)(0),             // 1: malachi.internal.v1.ReplicaChange
+	(Outcome)(0),                   // 2: malachi.internal.v1.Outcome
+	(SegmentState)(0),              // 3: malachi.internal.v1.SegmentState
+	(RangeState)(0),                // 4: malachi.internal.v1.RangeState
+	(TopicState)(0),                // 5: malachi.internal.v1.TopicState
+	(*MetadataCommand)(nil),        // 6: malachi.internal.v1.MetadataCommand
+	(*InitVnode)(nil),              // 7: malachi.internal.v1.InitVnode
+	(*HashArc)(nil),                // 8: malachi.internal.v1.HashArc
+	(*CreateTopic)(nil),            // 9: malachi.internal.v1.CreateTopic
+	(*Label)(nil),                  // 10: malachi.internal.v1.Label
+	(*UpdateTopic)(nil),            // 11: malachi.internal.v1.UpdateTopic
+	(*DeleteTopic)(nil),            // 12: malachi.internal.v1.DeleteTopic
+	(*ForgetTopic)(nil),            // 13: malachi.internal.v1.ForgetTopic
+	(*RangeKey)(nil),               // 14: malachi.internal.v1.RangeKey
+	(*SegmentKey)(nil),             // 15: malachi.internal.v1.SegmentKey
+	(*OpenSegment)(nil),            // 16: malachi.internal.v1.OpenSegment
+	(*SealSegment)(nil),            // 17: malachi.internal.v1.SealSegment
+	(*UpdateReplicas)(nil),         // 18: malachi.internal.v1.UpdateReplicas
+	(*ResolveSegment)(nil),         // 19: malachi.internal.v1.ResolveSegment
+	(*MetadataResult)(nil),         // 20: malachi.internal.v1.MetadataResult
+	(*SegmentRecord)(nil),          // 21: malachi.internal.v1.SegmentRecord
+	(*LossRecord)(nil),             // 22: malachi.internal.v1.LossRecord
+	(*RangeParent)(nil),            // 23: malachi.internal.v1.RangeParent
+	(*RangeRecord)(nil),            // 24: malachi.internal.v1.RangeRecord
+	(*SegmentRecords)(nil),         // 25: malachi.internal.v1.SegmentRecords
+	(*AppliedUpdate)(nil),          // 26: malachi.internal.v1.AppliedUpdate
+	(*TopicRecord)(nil),            // 27: malachi.internal.v1.TopicRecord
+	(*TombstoneRecord)(nil),        // 28: malachi.internal.v1.TombstoneRecord
+	(*MetadataSnapshotHeader)(nil), // 29: malachi.internal.v1.MetadataSnapshotHeader
 }
 var file_malachi_internal_v1_metadata_proto_depIdxs = []int32{
-	6,  // 0: malachi.internal.v1.MetadataCommand.init_vnode:type_name -> malachi.internal.v1.InitVnode
-	8,  // 1: malachi.internal.v1.MetadataCommand.create_topic:type_name -> malachi.internal.v1.CreateTopic
-	10, // 2: malachi.internal.v1.MetadataCommand.update_topic:type_name -> malachi.internal.v1.UpdateTopic
-	11, // 3: malachi.internal.v1.MetadataCommand.delete_topic:type_name -> malachi.internal.v1.DeleteTopic
-	12, // 4: malachi.internal.v1.MetadataCommand.forget_topic:type_name -> malachi.internal.v1.ForgetTopic
-	15, // 5: malachi.internal.v1.MetadataCommand.open_segment:type_name -> malachi.internal.v1.OpenSegment
-	16, // 6: malachi.internal.v1.MetadataCommand.seal_segment:type_name -> malachi.internal.v1.SealSegment
-	7,  // 7: malachi.internal.v1.InitVnode.arcs:type_name -> malachi.internal.v1.HashArc
-	9,  // 8: malachi.internal.v1.CreateTopic.labels:type_name -> malachi.internal.v1.Label
-	9,  // 9: malachi.internal.v1.UpdateTopic.labels:type_name -> malachi.internal.v1.Label
-	13, // 10: malachi.internal.v1.SegmentKey.range:type_name -> malachi.internal.v1.RangeKey
-	13, // 11: malachi.internal.v1.OpenSegment.range:type_name -> malachi.internal.v1.RangeKey
-	14, // 12: malachi.internal.v1.SealSegment.segment:type_name -> malachi.internal.v1.SegmentKey
-	0,  // 13: malachi.internal.v1.SealSegment.reason:type_name -> malachi.internal.v1.SealReason
-	15, // 14: malachi.internal.v1.SealSegment.next:type_name -> malachi.internal.v1.OpenSegment
-	1,  // 15: malachi.internal.v1.MetadataResult.outcome:type_name -> malachi.internal.v1.Outcome
-	18, // 16: malachi.internal.v1.MetadataResult.segment:type_name -> malachi.internal.v1.SegmentRecord
-	18, // 17: malachi.internal.v1.MetadataResult.next:type_name -> malachi.internal.v1.SegmentRecord
-	2,  // 18: malachi.internal.v1.SegmentRecord.state:type_name -> malachi.internal.v1.SegmentState
-	0,  // 19: malachi.internal.v1.SegmentRecord.seal_reason:type_name -> malachi.internal.v1.SealReason
-	13, // 20: malachi.internal.v1.RangeParent.range:type_name -> malachi.internal.v1.RangeKey
-	3,  // 21: malachi.internal.v1.RangeRecord.state:type_name -> malachi.internal.v1.RangeState
-	19, // 22: malachi.internal.v1.RangeRecord.parents:type_name -> malachi.internal.v1.RangeParent
-	18, // 23: malachi.internal.v1.SegmentRecords.segments:type_name -> malachi.internal.v1.SegmentRecord
-	9,  // 24: malachi.internal.v1.TopicRecord.labels:type_name -> malachi.internal.v1.Label
-	4,  // 25: malachi.internal.v1.TopicRecord.state:type_name -> malachi.internal.v1.TopicState
-	22, // 26: malachi.internal.v1.TopicRecord.updates:type_name -> malachi.internal.v1.AppliedUpdate
-	7,  // 27: malachi.internal.v1.MetadataSnapshotHeader.arcs:type_name -> malachi.internal.v1.HashArc
-	28, // [28:28] is the sub-list for method output_type
-	28, // [28:28] is the sub-list for method input_type
-	28, // [28:28] is the sub-list for extension type_name
-	28, // [28:28] is the sub-list for extension extendee
-	0,  // [0:28] is the sub-list for field type_name
+	7,  // 0: malachi.internal.v1.MetadataCommand.init_vnode:type_name -> malachi.internal.v1.InitVnode
+	9,  // 1: malachi.internal.v1.MetadataCommand.create_topic:type_name -> malachi.internal.v1.CreateTopic
+	11, // 2: malachi.internal.v1.MetadataCommand.update_topic:type_name -> malachi.internal.v1.UpdateTopic
+	12, // 3: malachi.internal.v1.MetadataCommand.delete_topic:type_name -> malachi.internal.v1.DeleteTopic
+	13, // 4: malachi.internal.v1.MetadataCommand.forget_topic:type_name -> malachi.internal.v1.ForgetTopic
+	16, // 5: malachi.internal.v1.MetadataCommand.open_segment:type_name -> malachi.internal.v1.OpenSegment
+	17, // 6: malachi.internal.v1.MetadataCommand.seal_segment:type_name -> malachi.internal.v1.SealSegment
+	18, // 7: malachi.internal.v1.MetadataCommand.update_replicas:type_name -> malachi.internal.v1.UpdateReplicas
+	19, // 8: malachi.internal.v1.MetadataCommand.resolve_segment:type_name -> malachi.internal.v1.ResolveSegment
+	8,  // 9: malachi.internal.v1.InitVnode.arcs:type_name -> malachi.internal.v1.HashArc
+	10, // 10: malachi.internal.v1.CreateTopic.labels:type_name -> malachi.internal.v1.Label
+	10, // 11: malachi.internal.v1.UpdateTopic.labels:type_name -> malachi.internal.v1.Label
+	14, // 12: malachi.internal.v1.SegmentKey.range:type_name -> malachi.internal.v1.RangeKey
+	14, // 13: malachi.internal.v1.OpenSegment.range:type_name -> malachi.internal.v1.RangeKey
+	15, // 14: malachi.internal.v1.SealSegment.segment:type_name -> malachi.internal.v1.SegmentKey
+	0,  // 15: malachi.internal.v1.SealSegment.reason:type_name -> malachi.internal.v1.SealReason
+	16, // 16: malachi.internal.v1.SealSegment.next:type_name -> malachi.internal.v1.OpenSegment
+	15, // 17: malachi.internal.v1.UpdateReplicas.segment:type_name -> malachi.internal.v1.SegmentKey
+	1,  // 18: malachi.internal.v1.UpdateReplicas.change:type_name -> malachi.internal.v1.ReplicaChange
+	15, // 19: malachi.internal.v1.ResolveSegment.segment:type_name -> malachi.internal.v1.SegmentKey
+	2,  // 20: malachi.internal.v1.MetadataResult.outcome:type_name -> malachi.internal.v1.Outcome
+	21, // 21: malachi.internal.v1.MetadataResult.segment:type_name -> malachi.internal.v1.SegmentRecord
+	21, // 22: malachi.internal.v1.MetadataResult.next:type_name -> malachi.internal.v1.SegmentRecord
+	3,  // 23: malachi.internal.v1.SegmentRecord.state:type_name -> malachi.internal.v1.SegmentState
+	0,  // 24: malachi.internal.v1.SegmentRecord.seal_reason:type_name -> malachi.internal.v1.SealReason
+	22, // 25: malachi.internal.v1.SegmentRecord.loss:type_name -> malachi.internal.v1.LossRecord
+	14, // 26: malachi.internal.v1.RangeParent.range:type_name -> malachi.internal.v1.RangeKey
+	4,  // 27: malachi.internal.v1.RangeRecord.state:type_name -> malachi.internal.v1.RangeState
+	23, // 28: malachi.internal.v1.RangeRecord.parents:type_name -> malachi.internal.v1.RangeParent
+	21, // 29: malachi.internal.v1.SegmentRecords.segments:type_name -> malachi.internal.v1.SegmentRecord
+	10, // 30: malachi.internal.v1.TopicRecord.labels:type_name -> malachi.internal.v1.Label
+	5,  // 31: malachi.internal.v1.TopicRecord.state:type_name -> malachi.internal.v1.TopicState
+	26, // 32: malachi.internal.v1.TopicRecord.updates:type_name -> malachi.internal.v1.AppliedUpdate
+	8,  // 33: malachi.internal.v1.MetadataSnapshotHeader.arcs:type_name -> malachi.internal.v1.HashArc
+	34, // [34:34] is the sub-list for method output_type
+	34, // [34:34] is the sub-list for method input_type
+	34, // [34:34] is the sub-list for extension type_name
+	34, // [34:34] is the sub-list for extension extendee
+	0,  // [0:34] is the sub-list for field type_name
 }
 
 func init() { file_malachi_internal_v1_metadata_proto_init() }
@@ -2590,6 +3057,8 @@ func file_malachi_internal_v1_metadata_proto_init() {
 		(*MetadataCommand_ForgetTopic)(nil),
 		(*MetadataCommand_OpenSegment)(nil),
 		(*MetadataCommand_SealSegment)(nil),
+		(*MetadataCommand_UpdateReplicas)(nil),
+		(*MetadataCommand_ResolveSegment)(nil),
 	}
 	file_malachi_internal_v1_metadata_proto_msgTypes[5].OneofWrappers = []any{}
 	type x struct{}
@@ -2597,8 +3066,8 @@ func file_malachi_internal_v1_metadata_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_malachi_internal_v1_metadata_proto_rawDesc), len(file_malachi_internal_v1_metadata_proto_rawDesc)),
-			NumEnums:      5,
-			NumMessages:   21,
+			NumEnums:      6,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -21,6 +21,154 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+type BrokerState int32
+
+const (
+	// Active.
+	BrokerState_BROKER_STATE_UNSPECIFIED     BrokerState = 0
+	BrokerState_BROKER_STATE_DRAINING        BrokerState = 1
+	BrokerState_BROKER_STATE_DECOMMISSIONING BrokerState = 2
+)
+
+// Enum value maps for BrokerState.
+var (
+	BrokerState_name = map[int32]string{
+		0: "BROKER_STATE_UNSPECIFIED",
+		1: "BROKER_STATE_DRAINING",
+		2: "BROKER_STATE_DECOMMISSIONING",
+	}
+	BrokerState_value = map[string]int32{
+		"BROKER_STATE_UNSPECIFIED":     0,
+		"BROKER_STATE_DRAINING":        1,
+		"BROKER_STATE_DECOMMISSIONING": 2,
+	}
+)
+
+func (x BrokerState) Enum() *BrokerState {
+	p := new(BrokerState)
+	*p = x
+	return p
+}
+
+func (x BrokerState) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (BrokerState) Descriptor() protoreflect.EnumDescriptor {
+	return file_malachi_internal_v1_root_proto_enumTypes[0].Descriptor()
+}
+
+func (BrokerState) Type() protoreflect.EnumType {
+	return &file_malachi_internal_v1_root_proto_enumTypes[0]
+}
+
+func (x BrokerState) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use BrokerState.Descriptor instead.
+func (BrokerState) EnumDescriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{0}
+}
+
+type PolicyAcks int32
+
+const (
+	PolicyAcks_POLICY_ACKS_UNSPECIFIED PolicyAcks = 0
+	PolicyAcks_POLICY_ACKS_QUORUM      PolicyAcks = 1
+	PolicyAcks_POLICY_ACKS_ALL         PolicyAcks = 2
+)
+
+// Enum value maps for PolicyAcks.
+var (
+	PolicyAcks_name = map[int32]string{
+		0: "POLICY_ACKS_UNSPECIFIED",
+		1: "POLICY_ACKS_QUORUM",
+		2: "POLICY_ACKS_ALL",
+	}
+	PolicyAcks_value = map[string]int32{
+		"POLICY_ACKS_UNSPECIFIED": 0,
+		"POLICY_ACKS_QUORUM":      1,
+		"POLICY_ACKS_ALL":         2,
+	}
+)
+
+func (x PolicyAcks) Enum() *PolicyAcks {
+	p := new(PolicyAcks)
+	*p = x
+	return p
+}
+
+func (x PolicyAcks) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (PolicyAcks) Descriptor() protoreflect.EnumDescriptor {
+	return file_malachi_internal_v1_root_proto_enumTypes[1].Descriptor()
+}
+
+func (PolicyAcks) Type() protoreflect.EnumType {
+	return &file_malachi_internal_v1_root_proto_enumTypes[1]
+}
+
+func (x PolicyAcks) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use PolicyAcks.Descriptor instead.
+func (PolicyAcks) EnumDescriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{1}
+}
+
+type PolicyPlacement int32
+
+const (
+	PolicyPlacement_POLICY_PLACEMENT_UNSPECIFIED PolicyPlacement = 0
+	PolicyPlacement_POLICY_PLACEMENT_SOFT        PolicyPlacement = 1
+	PolicyPlacement_POLICY_PLACEMENT_HARD        PolicyPlacement = 2
+)
+
+// Enum value maps for PolicyPlacement.
+var (
+	PolicyPlacement_name = map[int32]string{
+		0: "POLICY_PLACEMENT_UNSPECIFIED",
+		1: "POLICY_PLACEMENT_SOFT",
+		2: "POLICY_PLACEMENT_HARD",
+	}
+	PolicyPlacement_value = map[string]int32{
+		"POLICY_PLACEMENT_UNSPECIFIED": 0,
+		"POLICY_PLACEMENT_SOFT":        1,
+		"POLICY_PLACEMENT_HARD":        2,
+	}
+)
+
+func (x PolicyPlacement) Enum() *PolicyPlacement {
+	p := new(PolicyPlacement)
+	*p = x
+	return p
+}
+
+func (x PolicyPlacement) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (PolicyPlacement) Descriptor() protoreflect.EnumDescriptor {
+	return file_malachi_internal_v1_root_proto_enumTypes[2].Descriptor()
+}
+
+func (PolicyPlacement) Type() protoreflect.EnumType {
+	return &file_malachi_internal_v1_root_proto_enumTypes[2]
+}
+
+func (x PolicyPlacement) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use PolicyPlacement.Descriptor instead.
+func (PolicyPlacement) EnumDescriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{2}
+}
+
 type RootOutcome int32
 
 const (
@@ -34,21 +182,23 @@ const (
 	RootOutcome_ROOT_OUTCOME_CONFLICT          RootOutcome = 7
 	RootOutcome_ROOT_OUTCOME_INVALID           RootOutcome = 8
 	RootOutcome_ROOT_OUTCOME_LIMIT             RootOutcome = 9
+	RootOutcome_ROOT_OUTCOME_REMOVED           RootOutcome = 10
 )
 
 // Enum value maps for RootOutcome.
 var (
 	RootOutcome_name = map[int32]string{
-		0: "ROOT_OUTCOME_UNSPECIFIED",
-		1: "ROOT_OUTCOME_OK",
-		2: "ROOT_OUTCOME_NOT_FOUNDED",
-		3: "ROOT_OUTCOME_FOUNDED",
-		4: "ROOT_OUTCOME_CLONE_OR_ROLLBACK",
-		5: "ROOT_OUTCOME_UNKNOWN_BROKER",
-		6: "ROOT_OUTCOME_STALE_BOOT",
-		7: "ROOT_OUTCOME_CONFLICT",
-		8: "ROOT_OUTCOME_INVALID",
-		9: "ROOT_OUTCOME_LIMIT",
+		0:  "ROOT_OUTCOME_UNSPECIFIED",
+		1:  "ROOT_OUTCOME_OK",
+		2:  "ROOT_OUTCOME_NOT_FOUNDED",
+		3:  "ROOT_OUTCOME_FOUNDED",
+		4:  "ROOT_OUTCOME_CLONE_OR_ROLLBACK",
+		5:  "ROOT_OUTCOME_UNKNOWN_BROKER",
+		6:  "ROOT_OUTCOME_STALE_BOOT",
+		7:  "ROOT_OUTCOME_CONFLICT",
+		8:  "ROOT_OUTCOME_INVALID",
+		9:  "ROOT_OUTCOME_LIMIT",
+		10: "ROOT_OUTCOME_REMOVED",
 	}
 	RootOutcome_value = map[string]int32{
 		"ROOT_OUTCOME_UNSPECIFIED":       0,
@@ -61,6 +211,7 @@ var (
 		"ROOT_OUTCOME_CONFLICT":          7,
 		"ROOT_OUTCOME_INVALID":           8,
 		"ROOT_OUTCOME_LIMIT":             9,
+		"ROOT_OUTCOME_REMOVED":           10,
 	}
 )
 
@@ -75,11 +226,11 @@ func (x RootOutcome) String() string {
 }
 
 func (RootOutcome) Descriptor() protoreflect.EnumDescriptor {
-	return file_malachi_internal_v1_root_proto_enumTypes[0].Descriptor()
+	return file_malachi_internal_v1_root_proto_enumTypes[3].Descriptor()
 }
 
 func (RootOutcome) Type() protoreflect.EnumType {
-	return &file_malachi_internal_v1_root_proto_enumTypes[0]
+	return &file_malachi_internal_v1_root_proto_enumTypes[3]
 }
 
 func (x RootOutcome) Number() protoreflect.EnumNumber {
@@ -88,7 +239,7 @@ func (x RootOutcome) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use RootOutcome.Descriptor instead.
 func (RootOutcome) EnumDescriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{0}
+	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{3}
 }
 
 type RootCommand struct {
@@ -102,6 +253,12 @@ type RootCommand struct {
 	//	*RootCommand_RegisterBroker
 	//	*RootCommand_RefreshBroker
 	//	*RootCommand_SetLevel
+	//	*RootCommand_AdmitBroker
+	//	*RootCommand_SetBrokerState
+	//	*RootCommand_RemoveBroker
+	//	*RootCommand_BrokerReady
+	//	*RootCommand_RetireReplicas
+	//	*RootCommand_UpdatePolicy
 	Body          isRootCommand_Body `protobuf_oneof:"body"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -196,6 +353,60 @@ func (x *RootCommand) GetSetLevel() *SetLevel {
 	return nil
 }
 
+func (x *RootCommand) GetAdmitBroker() *AdmitBroker {
+	if x != nil {
+		if x, ok := x.Body.(*RootCommand_AdmitBroker); ok {
+			return x.AdmitBroker
+		}
+	}
+	return nil
+}
+
+func (x *RootCommand) GetSetBrokerState() *SetBrokerState {
+	if x != nil {
+		if x, ok := x.Body.(*RootCommand_SetBrokerState); ok {
+			return x.SetBrokerState
+		}
+	}
+	return nil
+}
+
+func (x *RootCommand) GetRemoveBroker() *RemoveBroker {
+	if x != nil {
+		if x, ok := x.Body.(*RootCommand_RemoveBroker); ok {
+			return x.RemoveBroker
+		}
+	}
+	return nil
+}
+
+func (x *RootCommand) GetBrokerReady() *BrokerReady {
+	if x != nil {
+		if x, ok := x.Body.(*RootCommand_BrokerReady); ok {
+			return x.BrokerReady
+		}
+	}
+	return nil
+}
+
+func (x *RootCommand) GetRetireReplicas() *RetireReplicas {
+	if x != nil {
+		if x, ok := x.Body.(*RootCommand_RetireReplicas); ok {
+			return x.RetireReplicas
+		}
+	}
+	return nil
+}
+
+func (x *RootCommand) GetUpdatePolicy() *UpdatePolicy {
+	if x != nil {
+		if x, ok := x.Body.(*RootCommand_UpdatePolicy); ok {
+			return x.UpdatePolicy
+		}
+	}
+	return nil
+}
+
 type isRootCommand_Body interface {
 	isRootCommand_Body()
 }
@@ -220,6 +431,30 @@ type RootCommand_SetLevel struct {
 	SetLevel *SetLevel `protobuf:"bytes,6,opt,name=set_level,json=setLevel,proto3,oneof"`
 }
 
+type RootCommand_AdmitBroker struct {
+	AdmitBroker *AdmitBroker `protobuf:"bytes,7,opt,name=admit_broker,json=admitBroker,proto3,oneof"`
+}
+
+type RootCommand_SetBrokerState struct {
+	SetBrokerState *SetBrokerState `protobuf:"bytes,8,opt,name=set_broker_state,json=setBrokerState,proto3,oneof"`
+}
+
+type RootCommand_RemoveBroker struct {
+	RemoveBroker *RemoveBroker `protobuf:"bytes,9,opt,name=remove_broker,json=removeBroker,proto3,oneof"`
+}
+
+type RootCommand_BrokerReady struct {
+	BrokerReady *BrokerReady `protobuf:"bytes,10,opt,name=broker_ready,json=brokerReady,proto3,oneof"`
+}
+
+type RootCommand_RetireReplicas struct {
+	RetireReplicas *RetireReplicas `protobuf:"bytes,11,opt,name=retire_replicas,json=retireReplicas,proto3,oneof"`
+}
+
+type RootCommand_UpdatePolicy struct {
+	UpdatePolicy *UpdatePolicy `protobuf:"bytes,12,opt,name=update_policy,json=updatePolicy,proto3,oneof"`
+}
+
 func (*RootCommand_Found) isRootCommand_Body() {}
 
 func (*RootCommand_ConfirmVnode) isRootCommand_Body() {}
@@ -230,14 +465,28 @@ func (*RootCommand_RefreshBroker) isRootCommand_Body() {}
 
 func (*RootCommand_SetLevel) isRootCommand_Body() {}
 
+func (*RootCommand_AdmitBroker) isRootCommand_Body() {}
+
+func (*RootCommand_SetBrokerState) isRootCommand_Body() {}
+
+func (*RootCommand_RemoveBroker) isRootCommand_Body() {}
+
+func (*RootCommand_BrokerReady) isRootCommand_Body() {}
+
+func (*RootCommand_RetireReplicas) isRootCommand_Body() {}
+
+func (*RootCommand_UpdatePolicy) isRootCommand_Body() {}
+
 // The founding of the cluster: once, for ever.
 type Found struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	ClusterId     []byte                 `protobuf:"bytes,1,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
-	Vnodes        uint32                 `protobuf:"varint,2,opt,name=vnodes,proto3" json:"vnodes,omitempty"`
-	Broker        uint64                 `protobuf:"fixed64,3,opt,name=broker,proto3" json:"broker,omitempty"`
-	ClusterLevel  uint32                 `protobuf:"varint,4,opt,name=cluster_level,json=clusterLevel,proto3" json:"cluster_level,omitempty"`
-	Nonce         []byte                 `protobuf:"bytes,5,opt,name=nonce,proto3" json:"nonce,omitempty"`
+	state        protoimpl.MessageState `protogen:"open.v1"`
+	ClusterId    []byte                 `protobuf:"bytes,1,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
+	Vnodes       uint32                 `protobuf:"varint,2,opt,name=vnodes,proto3" json:"vnodes,omitempty"`
+	Broker       uint64                 `protobuf:"fixed64,3,opt,name=broker,proto3" json:"broker,omitempty"`
+	ClusterLevel uint32                 `protobuf:"varint,4,opt,name=cluster_level,json=clusterLevel,proto3" json:"cluster_level,omitempty"`
+	Nonce        []byte                 `protobuf:"bytes,5,opt,name=nonce,proto3" json:"nonce,omitempty"`
+	// How many brokers the founding list names: what the first replication factor is derived from. 0 means 1.
+	Brokers       uint32 `protobuf:"varint,6,opt,name=brokers,proto3" json:"brokers,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -307,6 +556,13 @@ func (x *Found) GetNonce() []byte {
 	return nil
 }
 
+func (x *Found) GetBrokers() uint32 {
+	if x != nil {
+		return x.Brokers
+	}
+	return 0
+}
+
 // A vnode's group has taken its first command: from here on its replicas are never made anew from nothing.
 type ConfirmVnode struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -361,8 +617,11 @@ type RegisterBroker struct {
 	// Sorted by name.
 	Addresses       []*Address `protobuf:"bytes,5,rep,name=addresses,proto3" json:"addresses,omitempty"`
 	AdvertisedLevel uint32     `protobuf:"varint,6,opt,name=advertised_level,json=advertisedLevel,proto3" json:"advertised_level,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Sorted by key.
+	Attributes    []*Label `protobuf:"bytes,7,rep,name=attributes,proto3" json:"attributes,omitempty"`
+	Time          int64    `protobuf:"fixed64,8,opt,name=time,proto3" json:"time,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *RegisterBroker) Reset() {
@@ -433,6 +692,20 @@ func (x *RegisterBroker) GetAddresses() []*Address {
 func (x *RegisterBroker) GetAdvertisedLevel() uint32 {
 	if x != nil {
 		return x.AdvertisedLevel
+	}
+	return 0
+}
+
+func (x *RegisterBroker) GetAttributes() []*Label {
+	if x != nil {
+		return x.Attributes
+	}
+	return nil
+}
+
+func (x *RegisterBroker) GetTime() int64 {
+	if x != nil {
+		return x.Time
 	}
 	return 0
 }
@@ -602,6 +875,559 @@ func (x *SetLevel) GetTo() uint32 {
 	return 0
 }
 
+// Lets a broker into the cluster, before it has registered. One that is known already changes nothing.
+type AdmitBroker struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Id    uint64                 `protobuf:"fixed64,1,opt,name=id,proto3" json:"id,omitempty"`
+	Nonce []byte                 `protobuf:"bytes,2,opt,name=nonce,proto3" json:"nonce,omitempty"`
+	// Sorted by name.
+	Addresses []*Address `protobuf:"bytes,3,rep,name=addresses,proto3" json:"addresses,omitempty"`
+	// Sorted by key.
+	Attributes      []*Label `protobuf:"bytes,4,rep,name=attributes,proto3" json:"attributes,omitempty"`
+	AdvertisedLevel uint32   `protobuf:"varint,5,opt,name=advertised_level,json=advertisedLevel,proto3" json:"advertised_level,omitempty"`
+	Time            int64    `protobuf:"fixed64,6,opt,name=time,proto3" json:"time,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *AdmitBroker) Reset() {
+	*x = AdmitBroker{}
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AdmitBroker) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AdmitBroker) ProtoMessage() {}
+
+func (x *AdmitBroker) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AdmitBroker.ProtoReflect.Descriptor instead.
+func (*AdmitBroker) Descriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *AdmitBroker) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *AdmitBroker) GetNonce() []byte {
+	if x != nil {
+		return x.Nonce
+	}
+	return nil
+}
+
+func (x *AdmitBroker) GetAddresses() []*Address {
+	if x != nil {
+		return x.Addresses
+	}
+	return nil
+}
+
+func (x *AdmitBroker) GetAttributes() []*Label {
+	if x != nil {
+		return x.Attributes
+	}
+	return nil
+}
+
+func (x *AdmitBroker) GetAdvertisedLevel() uint32 {
+	if x != nil {
+		return x.AdvertisedLevel
+	}
+	return 0
+}
+
+func (x *AdmitBroker) GetTime() int64 {
+	if x != nil {
+		return x.Time
+	}
+	return 0
+}
+
+type SetBrokerState struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Id    uint64                 `protobuf:"fixed64,1,opt,name=id,proto3" json:"id,omitempty"`
+	// The state version that the caller saw: a compare-and-set.
+	ExpectVersion uint64      `protobuf:"varint,2,opt,name=expect_version,json=expectVersion,proto3" json:"expect_version,omitempty"`
+	To            BrokerState `protobuf:"varint,3,opt,name=to,proto3,enum=malachi.internal.v1.BrokerState" json:"to,omitempty"`
+	Nonce         []byte      `protobuf:"bytes,4,opt,name=nonce,proto3" json:"nonce,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetBrokerState) Reset() {
+	*x = SetBrokerState{}
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetBrokerState) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetBrokerState) ProtoMessage() {}
+
+func (x *SetBrokerState) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetBrokerState.ProtoReflect.Descriptor instead.
+func (*SetBrokerState) Descriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *SetBrokerState) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *SetBrokerState) GetExpectVersion() uint64 {
+	if x != nil {
+		return x.ExpectVersion
+	}
+	return 0
+}
+
+func (x *SetBrokerState) GetTo() BrokerState {
+	if x != nil {
+		return x.To
+	}
+	return BrokerState_BROKER_STATE_UNSPECIFIED
+}
+
+func (x *SetBrokerState) GetNonce() []byte {
+	if x != nil {
+		return x.Nonce
+	}
+	return nil
+}
+
+// A decommissioning broker leaves for good: its id is never taken again.
+type RemoveBroker struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            uint64                 `protobuf:"fixed64,1,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RemoveBroker) Reset() {
+	*x = RemoveBroker{}
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RemoveBroker) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RemoveBroker) ProtoMessage() {}
+
+func (x *RemoveBroker) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RemoveBroker.ProtoReflect.Descriptor instead.
+func (*RemoveBroker) Descriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *RemoveBroker) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+// Every replica of the broker, of this generation, has answered a linearizable read under this boot: it has caught up and may vote.
+type BrokerReady struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            uint64                 `protobuf:"fixed64,1,opt,name=id,proto3" json:"id,omitempty"`
+	Boot          uint64                 `protobuf:"varint,2,opt,name=boot,proto3" json:"boot,omitempty"`
+	Generation    uint32                 `protobuf:"varint,3,opt,name=generation,proto3" json:"generation,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BrokerReady) Reset() {
+	*x = BrokerReady{}
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BrokerReady) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BrokerReady) ProtoMessage() {}
+
+func (x *BrokerReady) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BrokerReady.ProtoReflect.Descriptor instead.
+func (*BrokerReady) Descriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *BrokerReady) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *BrokerReady) GetBoot() uint64 {
+	if x != nil {
+		return x.Boot
+	}
+	return 0
+}
+
+func (x *BrokerReady) GetGeneration() uint32 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+// The broker was away for too long: its Raft replicas give way to others, and when it comes back it joins with new ones.
+type RetireReplicas struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Id    uint64                 `protobuf:"fixed64,1,opt,name=id,proto3" json:"id,omitempty"`
+	// The generation of its replicas that the caller saw: a compare-and-set.
+	ExpectGeneration uint32 `protobuf:"varint,2,opt,name=expect_generation,json=expectGeneration,proto3" json:"expect_generation,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
+}
+
+func (x *RetireReplicas) Reset() {
+	*x = RetireReplicas{}
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RetireReplicas) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RetireReplicas) ProtoMessage() {}
+
+func (x *RetireReplicas) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RetireReplicas.ProtoReflect.Descriptor instead.
+func (*RetireReplicas) Descriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *RetireReplicas) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *RetireReplicas) GetExpectGeneration() uint32 {
+	if x != nil {
+		return x.ExpectGeneration
+	}
+	return 0
+}
+
+// Changes what is set of the policy "default", if it is at the expected version.
+type UpdatePolicy struct {
+	state             protoimpl.MessageState `protogen:"open.v1"`
+	Nonce             []byte                 `protobuf:"bytes,1,opt,name=nonce,proto3" json:"nonce,omitempty"`
+	ExpectVersion     uint64                 `protobuf:"varint,2,opt,name=expect_version,json=expectVersion,proto3" json:"expect_version,omitempty"`
+	ReplicationFactor *uint32                `protobuf:"varint,3,opt,name=replication_factor,json=replicationFactor,proto3,oneof" json:"replication_factor,omitempty"`
+	MinReplicas       *uint32                `protobuf:"varint,4,opt,name=min_replicas,json=minReplicas,proto3,oneof" json:"min_replicas,omitempty"`
+	Acks              PolicyAcks             `protobuf:"varint,5,opt,name=acks,proto3,enum=malachi.internal.v1.PolicyAcks" json:"acks,omitempty"`
+	SpreadBy          *string                `protobuf:"bytes,6,opt,name=spread_by,json=spreadBy,proto3,oneof" json:"spread_by,omitempty"`
+	MinDomains        *uint32                `protobuf:"varint,7,opt,name=min_domains,json=minDomains,proto3,oneof" json:"min_domains,omitempty"`
+	Placement         PolicyPlacement        `protobuf:"varint,8,opt,name=placement,proto3,enum=malachi.internal.v1.PolicyPlacement" json:"placement,omitempty"`
+	SegmentMaxBytes   *uint64                `protobuf:"varint,9,opt,name=segment_max_bytes,json=segmentMaxBytes,proto3,oneof" json:"segment_max_bytes,omitempty"`
+	// Nanoseconds.
+	SegmentMaxAge *int64 `protobuf:"varint,10,opt,name=segment_max_age,json=segmentMaxAge,proto3,oneof" json:"segment_max_age,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UpdatePolicy) Reset() {
+	*x = UpdatePolicy{}
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UpdatePolicy) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UpdatePolicy) ProtoMessage() {}
+
+func (x *UpdatePolicy) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UpdatePolicy.ProtoReflect.Descriptor instead.
+func (*UpdatePolicy) Descriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *UpdatePolicy) GetNonce() []byte {
+	if x != nil {
+		return x.Nonce
+	}
+	return nil
+}
+
+func (x *UpdatePolicy) GetExpectVersion() uint64 {
+	if x != nil {
+		return x.ExpectVersion
+	}
+	return 0
+}
+
+func (x *UpdatePolicy) GetReplicationFactor() uint32 {
+	if x != nil && x.ReplicationFactor != nil {
+		return *x.ReplicationFactor
+	}
+	return 0
+}
+
+func (x *UpdatePolicy) GetMinReplicas() uint32 {
+	if x != nil && x.MinReplicas != nil {
+		return *x.MinReplicas
+	}
+	return 0
+}
+
+func (x *UpdatePolicy) GetAcks() PolicyAcks {
+	if x != nil {
+		return x.Acks
+	}
+	return PolicyAcks_POLICY_ACKS_UNSPECIFIED
+}
+
+func (x *UpdatePolicy) GetSpreadBy() string {
+	if x != nil && x.SpreadBy != nil {
+		return *x.SpreadBy
+	}
+	return ""
+}
+
+func (x *UpdatePolicy) GetMinDomains() uint32 {
+	if x != nil && x.MinDomains != nil {
+		return *x.MinDomains
+	}
+	return 0
+}
+
+func (x *UpdatePolicy) GetPlacement() PolicyPlacement {
+	if x != nil {
+		return x.Placement
+	}
+	return PolicyPlacement_POLICY_PLACEMENT_UNSPECIFIED
+}
+
+func (x *UpdatePolicy) GetSegmentMaxBytes() uint64 {
+	if x != nil && x.SegmentMaxBytes != nil {
+		return *x.SegmentMaxBytes
+	}
+	return 0
+}
+
+func (x *UpdatePolicy) GetSegmentMaxAge() int64 {
+	if x != nil && x.SegmentMaxAge != nil {
+		return *x.SegmentMaxAge
+	}
+	return 0
+}
+
+type PolicyRecord struct {
+	state             protoimpl.MessageState `protogen:"open.v1"`
+	Version           uint64                 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`
+	ReplicationFactor uint32                 `protobuf:"varint,2,opt,name=replication_factor,json=replicationFactor,proto3" json:"replication_factor,omitempty"`
+	// 0: not set, it follows the quorum.
+	MinReplicas     uint32          `protobuf:"varint,3,opt,name=min_replicas,json=minReplicas,proto3" json:"min_replicas,omitempty"`
+	Acks            PolicyAcks      `protobuf:"varint,4,opt,name=acks,proto3,enum=malachi.internal.v1.PolicyAcks" json:"acks,omitempty"`
+	SpreadBy        string          `protobuf:"bytes,5,opt,name=spread_by,json=spreadBy,proto3" json:"spread_by,omitempty"`
+	MinDomains      uint32          `protobuf:"varint,6,opt,name=min_domains,json=minDomains,proto3" json:"min_domains,omitempty"`
+	Placement       PolicyPlacement `protobuf:"varint,7,opt,name=placement,proto3,enum=malachi.internal.v1.PolicyPlacement" json:"placement,omitempty"`
+	SegmentMaxBytes uint64          `protobuf:"varint,8,opt,name=segment_max_bytes,json=segmentMaxBytes,proto3" json:"segment_max_bytes,omitempty"`
+	// Nanoseconds.
+	SegmentMaxAge int64 `protobuf:"varint,9,opt,name=segment_max_age,json=segmentMaxAge,proto3" json:"segment_max_age,omitempty"`
+	// Oldest first.
+	Updates       []*AppliedUpdate `protobuf:"bytes,10,rep,name=updates,proto3" json:"updates,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PolicyRecord) Reset() {
+	*x = PolicyRecord{}
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PolicyRecord) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PolicyRecord) ProtoMessage() {}
+
+func (x *PolicyRecord) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PolicyRecord.ProtoReflect.Descriptor instead.
+func (*PolicyRecord) Descriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *PolicyRecord) GetVersion() uint64 {
+	if x != nil {
+		return x.Version
+	}
+	return 0
+}
+
+func (x *PolicyRecord) GetReplicationFactor() uint32 {
+	if x != nil {
+		return x.ReplicationFactor
+	}
+	return 0
+}
+
+func (x *PolicyRecord) GetMinReplicas() uint32 {
+	if x != nil {
+		return x.MinReplicas
+	}
+	return 0
+}
+
+func (x *PolicyRecord) GetAcks() PolicyAcks {
+	if x != nil {
+		return x.Acks
+	}
+	return PolicyAcks_POLICY_ACKS_UNSPECIFIED
+}
+
+func (x *PolicyRecord) GetSpreadBy() string {
+	if x != nil {
+		return x.SpreadBy
+	}
+	return ""
+}
+
+func (x *PolicyRecord) GetMinDomains() uint32 {
+	if x != nil {
+		return x.MinDomains
+	}
+	return 0
+}
+
+func (x *PolicyRecord) GetPlacement() PolicyPlacement {
+	if x != nil {
+		return x.Placement
+	}
+	return PolicyPlacement_POLICY_PLACEMENT_UNSPECIFIED
+}
+
+func (x *PolicyRecord) GetSegmentMaxBytes() uint64 {
+	if x != nil {
+		return x.SegmentMaxBytes
+	}
+	return 0
+}
+
+func (x *PolicyRecord) GetSegmentMaxAge() int64 {
+	if x != nil {
+		return x.SegmentMaxAge
+	}
+	return 0
+}
+
+func (x *PolicyRecord) GetUpdates() []*AppliedUpdate {
+	if x != nil {
+		return x.Updates
+	}
+	return nil
+}
+
 type RootResult struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Outcome       RootOutcome            `protobuf:"varint,1,opt,name=outcome,proto3,enum=malachi.internal.v1.RootOutcome" json:"outcome,omitempty"`
@@ -613,7 +1439,7 @@ type RootResult struct {
 
 func (x *RootResult) Reset() {
 	*x = RootResult{}
-	mi := &file_malachi_internal_v1_root_proto_msgTypes[7]
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -625,7 +1451,7 @@ func (x *RootResult) String() string {
 func (*RootResult) ProtoMessage() {}
 
 func (x *RootResult) ProtoReflect() protoreflect.Message {
-	mi := &file_malachi_internal_v1_root_proto_msgTypes[7]
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -638,7 +1464,7 @@ func (x *RootResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RootResult.ProtoReflect.Descriptor instead.
 func (*RootResult) Descriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{7}
+	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *RootResult) GetOutcome() RootOutcome {
@@ -666,7 +1492,7 @@ type VnodeRecord struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Id    uint32                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
 	Arcs  []*HashArc             `protobuf:"bytes,2,rep,name=arcs,proto3" json:"arcs,omitempty"`
-	// The brokers that the group was started on.
+	// The broker that the group was started on. Who is a member now, the group itself knows.
 	Members       []uint64 `protobuf:"fixed64,3,rep,packed,name=members,proto3" json:"members,omitempty"`
 	Confirmed     bool     `protobuf:"varint,4,opt,name=confirmed,proto3" json:"confirmed,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -675,7 +1501,7 @@ type VnodeRecord struct {
 
 func (x *VnodeRecord) Reset() {
 	*x = VnodeRecord{}
-	mi := &file_malachi_internal_v1_root_proto_msgTypes[8]
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -687,7 +1513,7 @@ func (x *VnodeRecord) String() string {
 func (*VnodeRecord) ProtoMessage() {}
 
 func (x *VnodeRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_malachi_internal_v1_root_proto_msgTypes[8]
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -700,7 +1526,7 @@ func (x *VnodeRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VnodeRecord.ProtoReflect.Descriptor instead.
 func (*VnodeRecord) Descriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{8}
+	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *VnodeRecord) GetId() uint32 {
@@ -739,13 +1565,23 @@ type BrokerRecord struct {
 	Nonce           []byte                 `protobuf:"bytes,4,opt,name=nonce,proto3" json:"nonce,omitempty"`
 	Addresses       []*Address             `protobuf:"bytes,5,rep,name=addresses,proto3" json:"addresses,omitempty"`
 	AdvertisedLevel uint32                 `protobuf:"varint,6,opt,name=advertised_level,json=advertisedLevel,proto3" json:"advertised_level,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	State           BrokerState            `protobuf:"varint,7,opt,name=state,proto3,enum=malachi.internal.v1.BrokerState" json:"state,omitempty"`
+	// Rises with every change of the state.
+	StateVersion  uint64   `protobuf:"varint,8,opt,name=state_version,json=stateVersion,proto3" json:"state_version,omitempty"`
+	StateNonce    []byte   `protobuf:"bytes,9,opt,name=state_nonce,json=stateNonce,proto3" json:"state_nonce,omitempty"`
+	Attributes    []*Label `protobuf:"bytes,10,rep,name=attributes,proto3" json:"attributes,omitempty"`
+	AdmitNonce    []byte   `protobuf:"bytes,11,opt,name=admit_nonce,json=admitNonce,proto3" json:"admit_nonce,omitempty"`
+	AdmitTime     int64    `protobuf:"fixed64,12,opt,name=admit_time,json=admitTime,proto3" json:"admit_time,omitempty"`
+	RegisterTime  int64    `protobuf:"fixed64,13,opt,name=register_time,json=registerTime,proto3" json:"register_time,omitempty"`
+	Generation    uint32   `protobuf:"varint,14,opt,name=generation,proto3" json:"generation,omitempty"`
+	ReadyBoot     uint64   `protobuf:"varint,15,opt,name=ready_boot,json=readyBoot,proto3" json:"ready_boot,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *BrokerRecord) Reset() {
 	*x = BrokerRecord{}
-	mi := &file_malachi_internal_v1_root_proto_msgTypes[9]
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -757,7 +1593,7 @@ func (x *BrokerRecord) String() string {
 func (*BrokerRecord) ProtoMessage() {}
 
 func (x *BrokerRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_malachi_internal_v1_root_proto_msgTypes[9]
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -770,7 +1606,7 @@ func (x *BrokerRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BrokerRecord.ProtoReflect.Descriptor instead.
 func (*BrokerRecord) Descriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{9}
+	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *BrokerRecord) GetId() uint64 {
@@ -815,6 +1651,69 @@ func (x *BrokerRecord) GetAdvertisedLevel() uint32 {
 	return 0
 }
 
+func (x *BrokerRecord) GetState() BrokerState {
+	if x != nil {
+		return x.State
+	}
+	return BrokerState_BROKER_STATE_UNSPECIFIED
+}
+
+func (x *BrokerRecord) GetStateVersion() uint64 {
+	if x != nil {
+		return x.StateVersion
+	}
+	return 0
+}
+
+func (x *BrokerRecord) GetStateNonce() []byte {
+	if x != nil {
+		return x.StateNonce
+	}
+	return nil
+}
+
+func (x *BrokerRecord) GetAttributes() []*Label {
+	if x != nil {
+		return x.Attributes
+	}
+	return nil
+}
+
+func (x *BrokerRecord) GetAdmitNonce() []byte {
+	if x != nil {
+		return x.AdmitNonce
+	}
+	return nil
+}
+
+func (x *BrokerRecord) GetAdmitTime() int64 {
+	if x != nil {
+		return x.AdmitTime
+	}
+	return 0
+}
+
+func (x *BrokerRecord) GetRegisterTime() int64 {
+	if x != nil {
+		return x.RegisterTime
+	}
+	return 0
+}
+
+func (x *BrokerRecord) GetGeneration() uint32 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+func (x *BrokerRecord) GetReadyBoot() uint64 {
+	if x != nil {
+		return x.ReadyBoot
+	}
+	return 0
+}
+
 type RootSnapshot struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The level that introduced the newest thing in here.
@@ -826,14 +1725,18 @@ type RootSnapshot struct {
 	// By id.
 	Vnodes []*VnodeRecord `protobuf:"bytes,6,rep,name=vnodes,proto3" json:"vnodes,omitempty"`
 	// By id.
-	Brokers       []*BrokerRecord `protobuf:"bytes,7,rep,name=brokers,proto3" json:"brokers,omitempty"`
+	Brokers []*BrokerRecord `protobuf:"bytes,7,rep,name=brokers,proto3" json:"brokers,omitempty"`
+	// Sorted: ids that are never taken again.
+	Removed []uint64 `protobuf:"fixed64,8,rep,packed,name=removed,proto3" json:"removed,omitempty"`
+	// Missing while it is what a founding by one broker makes.
+	Policy        *PolicyRecord `protobuf:"bytes,9,opt,name=policy,proto3" json:"policy,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *RootSnapshot) Reset() {
 	*x = RootSnapshot{}
-	mi := &file_malachi_internal_v1_root_proto_msgTypes[10]
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -845,7 +1748,7 @@ func (x *RootSnapshot) String() string {
 func (*RootSnapshot) ProtoMessage() {}
 
 func (x *RootSnapshot) ProtoReflect() protoreflect.Message {
-	mi := &file_malachi_internal_v1_root_proto_msgTypes[10]
+	mi := &file_malachi_internal_v1_root_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -858,7 +1761,7 @@ func (x *RootSnapshot) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RootSnapshot.ProtoReflect.Descriptor instead.
 func (*RootSnapshot) Descriptor() ([]byte, []int) {
-	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{10}
+	return file_malachi_internal_v1_root_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *RootSnapshot) GetLevel() uint32 {
@@ -910,35 +1813,61 @@ func (x *RootSnapshot) GetBrokers() []*BrokerRecord {
 	return nil
 }
 
+func (x *RootSnapshot) GetRemoved() []uint64 {
+	if x != nil {
+		return x.Removed
+	}
+	return nil
+}
+
+func (x *RootSnapshot) GetPolicy() *PolicyRecord {
+	if x != nil {
+		return x.Policy
+	}
+	return nil
+}
+
 var File_malachi_internal_v1_root_proto protoreflect.FileDescriptor
 
 const file_malachi_internal_v1_root_proto_rawDesc = "" +
 	"\n" +
-	"\x1emalachi/internal/v1/root.proto\x12\x13malachi.internal.v1\x1a\"malachi/internal/v1/metadata.proto\"\x84\x03\n" +
+	"\x1emalachi/internal/v1/root.proto\x12\x13malachi.internal.v1\x1a\"malachi/internal/v1/metadata.proto\"\xc7\x06\n" +
 	"\vRootCommand\x12\x14\n" +
 	"\x05level\x18\x01 \x01(\rR\x05level\x122\n" +
 	"\x05found\x18\x02 \x01(\v2\x1a.malachi.internal.v1.FoundH\x00R\x05found\x12H\n" +
 	"\rconfirm_vnode\x18\x03 \x01(\v2!.malachi.internal.v1.ConfirmVnodeH\x00R\fconfirmVnode\x12N\n" +
 	"\x0fregister_broker\x18\x04 \x01(\v2#.malachi.internal.v1.RegisterBrokerH\x00R\x0eregisterBroker\x12K\n" +
 	"\x0erefresh_broker\x18\x05 \x01(\v2\".malachi.internal.v1.RefreshBrokerH\x00R\rrefreshBroker\x12<\n" +
-	"\tset_level\x18\x06 \x01(\v2\x1d.malachi.internal.v1.SetLevelH\x00R\bsetLevelB\x06\n" +
-	"\x04body\"\x91\x01\n" +
+	"\tset_level\x18\x06 \x01(\v2\x1d.malachi.internal.v1.SetLevelH\x00R\bsetLevel\x12E\n" +
+	"\fadmit_broker\x18\a \x01(\v2 .malachi.internal.v1.AdmitBrokerH\x00R\vadmitBroker\x12O\n" +
+	"\x10set_broker_state\x18\b \x01(\v2#.malachi.internal.v1.SetBrokerStateH\x00R\x0esetBrokerState\x12H\n" +
+	"\rremove_broker\x18\t \x01(\v2!.malachi.internal.v1.RemoveBrokerH\x00R\fremoveBroker\x12E\n" +
+	"\fbroker_ready\x18\n" +
+	" \x01(\v2 .malachi.internal.v1.BrokerReadyH\x00R\vbrokerReady\x12N\n" +
+	"\x0fretire_replicas\x18\v \x01(\v2#.malachi.internal.v1.RetireReplicasH\x00R\x0eretireReplicas\x12H\n" +
+	"\rupdate_policy\x18\f \x01(\v2!.malachi.internal.v1.UpdatePolicyH\x00R\fupdatePolicyB\x06\n" +
+	"\x04body\"\xab\x01\n" +
 	"\x05Found\x12\x1d\n" +
 	"\n" +
 	"cluster_id\x18\x01 \x01(\fR\tclusterId\x12\x16\n" +
 	"\x06vnodes\x18\x02 \x01(\rR\x06vnodes\x12\x16\n" +
 	"\x06broker\x18\x03 \x01(\x06R\x06broker\x12#\n" +
 	"\rcluster_level\x18\x04 \x01(\rR\fclusterLevel\x12\x14\n" +
-	"\x05nonce\x18\x05 \x01(\fR\x05nonce\"$\n" +
+	"\x05nonce\x18\x05 \x01(\fR\x05nonce\x12\x18\n" +
+	"\abrokers\x18\x06 \x01(\rR\abrokers\"$\n" +
 	"\fConfirmVnode\x12\x14\n" +
-	"\x05vnode\x18\x01 \x01(\rR\x05vnode\"\xd6\x01\n" +
+	"\x05vnode\x18\x01 \x01(\rR\x05vnode\"\xa6\x02\n" +
 	"\x0eRegisterBroker\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x06R\x02id\x12\x12\n" +
 	"\x04boot\x18\x02 \x01(\x04R\x04boot\x12#\n" +
 	"\rjournal_group\x18\x03 \x01(\x04R\fjournalGroup\x12\x14\n" +
 	"\x05nonce\x18\x04 \x01(\fR\x05nonce\x12:\n" +
 	"\taddresses\x18\x05 \x03(\v2\x1c.malachi.internal.v1.AddressR\taddresses\x12)\n" +
-	"\x10advertised_level\x18\x06 \x01(\rR\x0fadvertisedLevel\"7\n" +
+	"\x10advertised_level\x18\x06 \x01(\rR\x0fadvertisedLevel\x12:\n" +
+	"\n" +
+	"attributes\x18\a \x03(\v2\x1a.malachi.internal.v1.LabelR\n" +
+	"attributes\x12\x12\n" +
+	"\x04time\x18\b \x01(\x10R\x04time\"7\n" +
 	"\aAddress\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\"X\n" +
@@ -948,7 +1877,65 @@ const file_malachi_internal_v1_root_proto_rawDesc = "" +
 	"\rjournal_group\x18\x03 \x01(\x04R\fjournalGroup\"2\n" +
 	"\bSetLevel\x12\x16\n" +
 	"\x06expect\x18\x01 \x01(\rR\x06expect\x12\x0e\n" +
-	"\x02to\x18\x02 \x01(\rR\x02to\"z\n" +
+	"\x02to\x18\x02 \x01(\rR\x02to\"\xea\x01\n" +
+	"\vAdmitBroker\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x06R\x02id\x12\x14\n" +
+	"\x05nonce\x18\x02 \x01(\fR\x05nonce\x12:\n" +
+	"\taddresses\x18\x03 \x03(\v2\x1c.malachi.internal.v1.AddressR\taddresses\x12:\n" +
+	"\n" +
+	"attributes\x18\x04 \x03(\v2\x1a.malachi.internal.v1.LabelR\n" +
+	"attributes\x12)\n" +
+	"\x10advertised_level\x18\x05 \x01(\rR\x0fadvertisedLevel\x12\x12\n" +
+	"\x04time\x18\x06 \x01(\x10R\x04time\"\x8f\x01\n" +
+	"\x0eSetBrokerState\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x06R\x02id\x12%\n" +
+	"\x0eexpect_version\x18\x02 \x01(\x04R\rexpectVersion\x120\n" +
+	"\x02to\x18\x03 \x01(\x0e2 .malachi.internal.v1.BrokerStateR\x02to\x12\x14\n" +
+	"\x05nonce\x18\x04 \x01(\fR\x05nonce\"\x1e\n" +
+	"\fRemoveBroker\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x06R\x02id\"Q\n" +
+	"\vBrokerReady\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x06R\x02id\x12\x12\n" +
+	"\x04boot\x18\x02 \x01(\x04R\x04boot\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x03 \x01(\rR\n" +
+	"generation\"M\n" +
+	"\x0eRetireReplicas\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x06R\x02id\x12+\n" +
+	"\x11expect_generation\x18\x02 \x01(\rR\x10expectGeneration\"\xb6\x04\n" +
+	"\fUpdatePolicy\x12\x14\n" +
+	"\x05nonce\x18\x01 \x01(\fR\x05nonce\x12%\n" +
+	"\x0eexpect_version\x18\x02 \x01(\x04R\rexpectVersion\x122\n" +
+	"\x12replication_factor\x18\x03 \x01(\rH\x00R\x11replicationFactor\x88\x01\x01\x12&\n" +
+	"\fmin_replicas\x18\x04 \x01(\rH\x01R\vminReplicas\x88\x01\x01\x123\n" +
+	"\x04acks\x18\x05 \x01(\x0e2\x1f.malachi.internal.v1.PolicyAcksR\x04acks\x12 \n" +
+	"\tspread_by\x18\x06 \x01(\tH\x02R\bspreadBy\x88\x01\x01\x12$\n" +
+	"\vmin_domains\x18\a \x01(\rH\x03R\n" +
+	"minDomains\x88\x01\x01\x12B\n" +
+	"\tplacement\x18\b \x01(\x0e2$.malachi.internal.v1.PolicyPlacementR\tplacement\x12/\n" +
+	"\x11segment_max_bytes\x18\t \x01(\x04H\x04R\x0fsegmentMaxBytes\x88\x01\x01\x12+\n" +
+	"\x0fsegment_max_age\x18\n" +
+	" \x01(\x03H\x05R\rsegmentMaxAge\x88\x01\x01B\x15\n" +
+	"\x13_replication_factorB\x0f\n" +
+	"\r_min_replicasB\f\n" +
+	"\n" +
+	"_spread_byB\x0e\n" +
+	"\f_min_domainsB\x14\n" +
+	"\x12_segment_max_bytesB\x12\n" +
+	"\x10_segment_max_age\"\xc3\x03\n" +
+	"\fPolicyRecord\x12\x18\n" +
+	"\aversion\x18\x01 \x01(\x04R\aversion\x12-\n" +
+	"\x12replication_factor\x18\x02 \x01(\rR\x11replicationFactor\x12!\n" +
+	"\fmin_replicas\x18\x03 \x01(\rR\vminReplicas\x123\n" +
+	"\x04acks\x18\x04 \x01(\x0e2\x1f.malachi.internal.v1.PolicyAcksR\x04acks\x12\x1b\n" +
+	"\tspread_by\x18\x05 \x01(\tR\bspreadBy\x12\x1f\n" +
+	"\vmin_domains\x18\x06 \x01(\rR\n" +
+	"minDomains\x12B\n" +
+	"\tplacement\x18\a \x01(\x0e2$.malachi.internal.v1.PolicyPlacementR\tplacement\x12*\n" +
+	"\x11segment_max_bytes\x18\b \x01(\x04R\x0fsegmentMaxBytes\x12&\n" +
+	"\x0fsegment_max_age\x18\t \x01(\x03R\rsegmentMaxAge\x12<\n" +
+	"\aupdates\x18\n" +
+	" \x03(\v2\".malachi.internal.v1.AppliedUpdateR\aupdates\"z\n" +
 	"\n" +
 	"RootResult\x12:\n" +
 	"\aoutcome\x18\x01 \x01(\x0e2 .malachi.internal.v1.RootOutcomeR\aoutcome\x12\x18\n" +
@@ -958,14 +1945,32 @@ const file_malachi_internal_v1_root_proto_rawDesc = "" +
 	"\x02id\x18\x01 \x01(\rR\x02id\x120\n" +
 	"\x04arcs\x18\x02 \x03(\v2\x1c.malachi.internal.v1.HashArcR\x04arcs\x12\x18\n" +
 	"\amembers\x18\x03 \x03(\x06R\amembers\x12\x1c\n" +
-	"\tconfirmed\x18\x04 \x01(\bR\tconfirmed\"\xd4\x01\n" +
+	"\tconfirmed\x18\x04 \x01(\bR\tconfirmed\"\xb2\x04\n" +
 	"\fBrokerRecord\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x06R\x02id\x12\x12\n" +
 	"\x04boot\x18\x02 \x01(\x04R\x04boot\x12#\n" +
 	"\rjournal_group\x18\x03 \x01(\x04R\fjournalGroup\x12\x14\n" +
 	"\x05nonce\x18\x04 \x01(\fR\x05nonce\x12:\n" +
 	"\taddresses\x18\x05 \x03(\v2\x1c.malachi.internal.v1.AddressR\taddresses\x12)\n" +
-	"\x10advertised_level\x18\x06 \x01(\rR\x0fadvertisedLevel\"\xa3\x02\n" +
+	"\x10advertised_level\x18\x06 \x01(\rR\x0fadvertisedLevel\x126\n" +
+	"\x05state\x18\a \x01(\x0e2 .malachi.internal.v1.BrokerStateR\x05state\x12#\n" +
+	"\rstate_version\x18\b \x01(\x04R\fstateVersion\x12\x1f\n" +
+	"\vstate_nonce\x18\t \x01(\fR\n" +
+	"stateNonce\x12:\n" +
+	"\n" +
+	"attributes\x18\n" +
+	" \x03(\v2\x1a.malachi.internal.v1.LabelR\n" +
+	"attributes\x12\x1f\n" +
+	"\vadmit_nonce\x18\v \x01(\fR\n" +
+	"admitNonce\x12\x1d\n" +
+	"\n" +
+	"admit_time\x18\f \x01(\x10R\tadmitTime\x12#\n" +
+	"\rregister_time\x18\r \x01(\x10R\fregisterTime\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x0e \x01(\rR\n" +
+	"generation\x12\x1d\n" +
+	"\n" +
+	"ready_boot\x18\x0f \x01(\x04R\treadyBoot\"\xf8\x02\n" +
 	"\fRootSnapshot\x12\x14\n" +
 	"\x05level\x18\x01 \x01(\rR\x05level\x12\x1d\n" +
 	"\n" +
@@ -975,7 +1980,22 @@ const file_malachi_internal_v1_root_proto_rawDesc = "" +
 	"\rcluster_level\x18\x04 \x01(\rR\fclusterLevel\x12!\n" +
 	"\fring_version\x18\x05 \x01(\x04R\vringVersion\x128\n" +
 	"\x06vnodes\x18\x06 \x03(\v2 .malachi.internal.v1.VnodeRecordR\x06vnodes\x12;\n" +
-	"\abrokers\x18\a \x03(\v2!.malachi.internal.v1.BrokerRecordR\abrokers*\xa7\x02\n" +
+	"\abrokers\x18\a \x03(\v2!.malachi.internal.v1.BrokerRecordR\abrokers\x12\x18\n" +
+	"\aremoved\x18\b \x03(\x06R\aremoved\x129\n" +
+	"\x06policy\x18\t \x01(\v2!.malachi.internal.v1.PolicyRecordR\x06policy*h\n" +
+	"\vBrokerState\x12\x1c\n" +
+	"\x18BROKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n" +
+	"\x15BROKER_STATE_DRAINING\x10\x01\x12 \n" +
+	"\x1cBROKER_STATE_DECOMMISSIONING\x10\x02*V\n" +
+	"\n" +
+	"PolicyAcks\x12\x1b\n" +
+	"\x17POLICY_ACKS_UNSPECIFIED\x10\x00\x12\x16\n" +
+	"\x12POLICY_ACKS_QUORUM\x10\x01\x12\x13\n" +
+	"\x0fPOLICY_ACKS_ALL\x10\x02*i\n" +
+	"\x0fPolicyPlacement\x12 \n" +
+	"\x1cPOLICY_PLACEMENT_UNSPECIFIED\x10\x00\x12\x19\n" +
+	"\x15POLICY_PLACEMENT_SOFT\x10\x01\x12\x19\n" +
+	"\x15POLICY_PLACEMENT_HARD\x10\x02*\xc1\x02\n" +
 	"\vRootOutcome\x12\x1c\n" +
 	"\x18ROOT_OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fROOT_OUTCOME_OK\x10\x01\x12\x1c\n" +
@@ -986,7 +2006,9 @@ const file_malachi_internal_v1_root_proto_rawDesc = "" +
 	"\x17ROOT_OUTCOME_STALE_BOOT\x10\x06\x12\x19\n" +
 	"\x15ROOT_OUTCOME_CONFLICT\x10\a\x12\x18\n" +
 	"\x14ROOT_OUTCOME_INVALID\x10\b\x12\x16\n" +
-	"\x12ROOT_OUTCOME_LIMIT\x10\tB?Z=github.com/malachilog/malachi/gen/go/malachi/intra/v1;intrav1b\x06proto3"
+	"\x12ROOT_OUTCOME_LIMIT\x10\t\x12\x18\n" +
+	"\x14ROOT_OUTCOME_REMOVED\x10\n" +
+	"B?Z=github.com/malachilog/malachi/gen/go/malachi/intra/v1;intrav1b\x06proto3"
 
 var (
 	file_malachi_internal_v1_root_proto_rawDescOnce sync.Once
@@ -1000,40 +2022,70 @@ func file_malachi_internal_v1_root_proto_rawDescGZIP() []byte {
 	return file_malachi_internal_v1_root_proto_rawDescData
 }
 
-var file_malachi_internal_v1_root_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_malachi_internal_v1_root_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
+var file_malachi_internal_v1_root_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
+var file_malachi_internal_v1_root_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
 var file_malachi_internal_v1_root_proto_goTypes = []any{
-	(RootOutcome)(0),       // 0: malachi.internal.v1.RootOutcome
-	(*RootCommand)(nil),    // 1: malachi.internal.v1.RootCommand
-	(*Found)(nil),          // 2: malachi.internal.v1.Found
-	(*ConfirmVnode)(nil),   // 3: malachi.internal.v1.ConfirmVnode
-	(*RegisterBroker)(nil), // 4: malachi.internal.v1.RegisterBroker
-	(*Address)(nil),        // 5: malachi.internal.v1.Address
-	(*RefreshBroker)(nil),  // 6: malachi.internal.v1.RefreshBroker
-	(*SetLevel)(nil),       // 7: malachi.internal.v1.SetLevel
-	(*RootResult)(nil),     // 8: malachi.internal.v1.RootResult
-	(*VnodeRecord)(nil),    // 9: malachi.internal.v1.VnodeRecord
-	(*BrokerRecord)(nil),   // 10: malachi.internal.v1.BrokerRecord
-	(*RootSnapshot)(nil),   // 11: malachi.internal.v1.RootSnapshot
-	(*HashArc)(nil),        // 12: malachi.internal.v1.HashArc
+	(BrokerState)(0),       // 0: malachi.internal.v1.BrokerState
+	(PolicyAcks)(0),        // 1: malachi.internal.v1.PolicyAcks
+	(PolicyPlacement)(0),   // 2: malachi.internal.v1.PolicyPlacement
+	(RootOutcome)(0),       // 3: malachi.internal.v1.RootOutcome
+	(*RootCommand)(nil),    // 4: malachi.internal.v1.RootCommand
+	(*Found)(nil),          // 5: malachi.internal.v1.Found
+	(*ConfirmVnode)(nil),   // 6: malachi.internal.v1.ConfirmVnode
+	(*RegisterBroker)(nil), // 7: malachi.internal.v1.RegisterBroker
+	(*Address)(nil),        // 8: malachi.internal.v1.Address
+	(*RefreshBroker)(nil),  // 9: malachi.internal.v1.RefreshBroker
+	(*SetLevel)(nil),       // 10: malachi.internal.v1.SetLevel
+	(*AdmitBroker)(nil),    // 11: malachi.internal.v1.AdmitBroker
+	(*SetBrokerState)(nil), // 12: malachi.internal.v1.SetBrokerState
+	(*RemoveBroker)(nil),   // 13: malachi.internal.v1.RemoveBroker
+	(*BrokerReady)(nil),    // 14: malachi.internal.v1.BrokerReady
+	(*RetireReplicas)(nil), // 15: malachi.internal.v1.RetireReplicas
+	(*UpdatePolicy)(nil),   // 16: malachi.internal.v1.UpdatePolicy
+	(*PolicyRecord)(nil),   // 17: malachi.internal.v1.PolicyRecord
+	(*RootResult)(nil),     // 18: malachi.internal.v1.RootResult
+	(*VnodeRecord)(nil),    // 19: malachi.internal.v1.VnodeRecord
+	(*BrokerRecord)(nil),   // 20: malachi.internal.v1.BrokerRecord
+	(*RootSnapshot)(nil),   // 21: malachi.internal.v1.RootSnapshot
+	(*Label)(nil),          // 22: malachi.internal.v1.Label
+	(*AppliedUpdate)(nil),  // 23: malachi.internal.v1.AppliedUpdate
+	(*HashArc)(nil),        // 24: malachi.internal.v1.HashArc
 }
 var file_malachi_internal_v1_root_proto_depIdxs = []int32{
-	2,  // 0: malachi.internal.v1.RootCommand.found:type_name -> malachi.internal.v1.Found
-	3,  // 1: malachi.internal.v1.RootCommand.confirm_vnode:type_name -> malachi.internal.v1.ConfirmVnode
-	4,  // 2: malachi.internal.v1.RootCommand.register_broker:type_name -> malachi.internal.v1.RegisterBroker
-	6,  // 3: malachi.internal.v1.RootCommand.refresh_broker:type_name -> malachi.internal.v1.RefreshBroker
-	7,  // 4: malachi.internal.v1.RootCommand.set_level:type_name -> malachi.internal.v1.SetLevel
-	5,  // 5: malachi.internal.v1.RegisterBroker.addresses:type_name -> malachi.internal.v1.Address
-	0,  // 6: malachi.internal.v1.RootResult.outcome:type_name -> malachi.internal.v1.RootOutcome
-	12, // 7: malachi.internal.v1.VnodeRecord.arcs:type_name -> malachi.internal.v1.HashArc
-	5,  // 8: malachi.internal.v1.BrokerRecord.addresses:type_name -> malachi.internal.v1.Address
-	9,  // 9: malachi.internal.v1.RootSnapshot.vnodes:type_name -> malachi.internal.v1.VnodeRecord
-	10, // 10: malachi.internal.v1.RootSnapshot.brokers:type_name -> malachi.internal.v1.BrokerRecord
-	11, // [11:11] is the sub-list for method output_type
-	11, // [11:11] is the sub-list for method input_type
-	11, // [11:11] is the sub-list for extension type_name
-	11, // [11:11] is the sub-list for extension extendee
-	0,  // [0:11] is the sub-list for field type_name
+	5,  // 0: malachi.internal.v1.RootCommand.found:type_name -> malachi.internal.v1.Found
+	6,  // 1: malachi.internal.v1.RootCommand.confirm_vnode:type_name -> malachi.internal.v1.ConfirmVnode
+	7,  // 2: malachi.internal.v1.RootCommand.register_broker:type_name -> malachi.internal.v1.RegisterBroker
+	9,  // 3: malachi.internal.v1.RootCommand.refresh_broker:type_name -> malachi.internal.v1.RefreshBroker
+	10, // 4: malachi.internal.v1.RootCommand.set_level:type_name -> malachi.internal.v1.SetLevel
+	11, // 5: malachi.internal.v1.RootCommand.admit_broker:type_name -> malachi.internal.v1.AdmitBroker
+	12, // 6: malachi.internal.v1.RootCommand.set_broker_state:type_name -> malachi.internal.v1.SetBrokerState
+	13, // 7: malachi.internal.v1.RootCommand.remove_broker:type_name -> malachi.internal.v1.RemoveBroker
+	14, // 8: malachi.internal.v1.RootCommand.broker_ready:type_name -> malachi.internal.v1.BrokerReady
+	15, // 9: malachi.internal.v1.RootCommand.retire_replicas:type_name -> malachi.internal.v1.RetireReplicas
+	16, // 10: malachi.internal.v1.RootCommand.update_policy:type_name -> malachi.internal.v1.UpdatePolicy
+	8,  // 11: malachi.internal.v1.RegisterBroker.addresses:type_name -> malachi.internal.v1.Address
+	22, // 12: malachi.internal.v1.RegisterBroker.attributes:type_name -> malachi.internal.v1.Label
+	8,  // 13: malachi.internal.v1.AdmitBroker.addresses:type_name -> malachi.internal.v1.Address
+	22, // 14: malachi.internal.v1.AdmitBroker.attributes:type_name -> malachi.internal.v1.Label
+	0,  // 15: malachi.internal.v1.SetBrokerState.to:type_name -> malachi.internal.v1.BrokerState
+	1,  // 16: malachi.internal.v1.UpdatePolicy.acks:type_name -> malachi.internal.v1.PolicyAcks
+	2,  // 17: malachi.internal.v1.UpdatePolicy.placement:type_name -> malachi.internal.v1.PolicyPlacement
+	1,  // 18: malachi.internal.v1.PolicyRecord.acks:type_name -> malachi.internal.v1.PolicyAcks
+	2,  // 19: malachi.internal.v1.PolicyRecord.placement:type_name -> malachi.internal.v1.PolicyPlacement
+	23, // 20: malachi.internal.v1.PolicyRecord.updates:type_name -> malachi.internal.v1.AppliedUpdate
+	3,  // 21: malachi.internal.v1.RootResult.outcome:type_name -> malachi.internal.v1.RootOutcome
+	24, // 22: malachi.internal.v1.VnodeRecord.arcs:type_name -> malachi.internal.v1.HashArc
+	8,  // 23: malachi.internal.v1.BrokerRecord.addresses:type_name -> malachi.internal.v1.Address
+	0,  // 24: malachi.internal.v1.BrokerRecord.state:type_name -> malachi.internal.v1.BrokerState
+	22, // 25: malachi.internal.v1.BrokerRecord.attributes:type_name -> malachi.internal.v1.Label
+	19, // 26: malachi.internal.v1.RootSnapshot.vnodes:type_name -> malachi.internal.v1.VnodeRecord
+	20, // 27: malachi.internal.v1.RootSnapshot.brokers:type_name -> malachi.internal.v1.BrokerRecord
+	17, // 28: malachi.internal.v1.RootSnapshot.policy:type_name -> malachi.internal.v1.PolicyRecord
+	29, // [29:29] is the sub-list for method output_type
+	29, // [29:29] is the sub-list for method input_type
+	29, // [29:29] is the sub-list for extension type_name
+	29, // [29:29] is the sub-list for extension extendee
+	0,  // [0:29] is the sub-list for field type_name
 }
 
 func init() { file_malachi_internal_v1_root_proto_init() }
@@ -1048,14 +2100,21 @@ func file_malachi_internal_v1_root_proto_init() {
 		(*RootCommand_RegisterBroker)(nil),
 		(*RootCommand_RefreshBroker)(nil),
 		(*RootCommand_SetLevel)(nil),
+		(*RootCommand_AdmitBroker)(nil),
+		(*RootCommand_SetBrokerState)(nil),
+		(*RootCommand_RemoveBroker)(nil),
+		(*RootCommand_BrokerReady)(nil),
+		(*RootCommand_RetireReplicas)(nil),
+		(*RootCommand_UpdatePolicy)(nil),
 	}
+	file_malachi_internal_v1_root_proto_msgTypes[12].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_malachi_internal_v1_root_proto_rawDesc), len(file_malachi_internal_v1_root_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   11,
+			NumEnums:      4,
+			NumMessages:   18,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

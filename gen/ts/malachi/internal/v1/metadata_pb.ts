@@ -10,7 +10,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file malachi/internal/v1/metadata.proto.
  */
 export const file_malachi_internal_v1_metadata: GenFile = /*@__PURE__*/
-  fileDesc("CiJtYWxhY2hpL2ludGVybmFsL3YxL21ldGFkYXRhLnByb3RvEhNtYWxhY2hpLmludGVybmFsLnYxIroDCg9NZXRhZGF0YUNvbW1hbmQSDQoFbGV2ZWwYASABKA0SNAoKaW5pdF92bm9kZRgCIAEoCzIeLm1hbGFjaGkuaW50ZXJuYWwudjEuSW5pdFZub2RlSAASOAoMY3JlYXRlX3RvcGljGAMgASgLMiAubWFsYWNoaS5pbnRlcm5hbC52MS5DcmVhdGVUb3BpY0gAEjgKDHVwZGF0ZV90b3BpYxgEIAEoCzIgLm1hbGFjaGkuaW50ZXJuYWwudjEuVXBkYXRlVG9waWNIABI4CgxkZWxldGVfdG9waWMYBSABKAsyIC5tYWxhY2hpLmludGVybmFsLnYxLkRlbGV0ZVRvcGljSAASOAoMZm9yZ2V0X3RvcGljGAYgASgLMiAubWFsYWNoaS5pbnRlcm5hbC52MS5Gb3JnZXRUb3BpY0gAEjgKDG9wZW5fc2VnbWVudBgHIAEoCzIgLm1hbGFjaGkuaW50ZXJuYWwudjEuT3BlblNlZ21lbnRIABI4CgxzZWFsX3NlZ21lbnQYCCABKAsyIC5tYWxhY2hpLmludGVybmFsLnYxLlNlYWxTZWdtZW50SABCBgoEYm9keSJwCglJbml0Vm5vZGUSDQoFdm5vZGUYASABKA0SFAoMcmluZ192ZXJzaW9uGAIgASgEEioKBGFyY3MYAyADKAsyHC5tYWxhY2hpLmludGVybmFsLnYxLkhhc2hBcmMSEgoKY2x1c3Rlcl9pZBgEIAEoDCImCgdIYXNoQXJjEg0KBWZpcnN0GAEgASgGEgwKBGxhc3QYAiABKAYipgEKC0NyZWF0ZVRvcGljEg0KBW5vbmNlGAEgASgMEgsKA3VpZBgCIAEoDBIMCgRuYW1lGAMgASgJEhYKDmluaXRpYWxfcmFuZ2VzGAQgASgNEioKBmxhYmVscxgFIAMoCzIaLm1hbGFjaGkuaW50ZXJuYWwudjEuTGFiZWwSGwoTZGVsZXRpb25fcHJvdGVjdGlvbhgGIAEoCBIMCgR0aW1lGAcgASgQIiMKBUxhYmVsEgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCSLJAQoLVXBkYXRlVG9waWMSDAoEbmFtZRgBIAEoCRILCgN1aWQYAiABKAwSDQoFbm9uY2UYAyABKAwSFgoOZXhwZWN0X3ZlcnNpb24YBCABKAQSEgoKc2V0X2xhYmVscxgFIAEoCBIqCgZsYWJlbHMYBiADKAsyGi5tYWxhY2hpLmludGVybmFsLnYxLkxhYmVsEiAKE2RlbGV0aW9uX3Byb3RlY3Rpb24YByABKAhIAIgBAUIWChRfZGVsZXRpb25fcHJvdGVjdGlvbiJdCgtEZWxldGVUb3BpYxIMCgRuYW1lGAEgASgJEgsKA3VpZBgCIAEoDBINCgVub25jZRgDIAEoDBIWCg5leHBlY3RfdmVyc2lvbhgEIAEoBBIMCgR0aW1lGAUgASgQIigKC0ZvcmdldFRvcGljEgwKBG5hbWUYASABKAkSCwoDdWlkGAIgASgMIjgKCFJhbmdlS2V5Eg0KBXRvcGljGAEgASgMEhAKCHRpbWVsaW5lGAIgASgGEgsKA3NlcRgDIAEoDSJHCgpTZWdtZW50S2V5EiwKBXJhbmdlGAEgASgLMh0ubWFsYWNoaS5pbnRlcm5hbC52MS5SYW5nZUtleRILCgNzZXEYAiABKA0i/gEKC09wZW5TZWdtZW50EhIKCnRvcGljX25hbWUYASABKAkSEQoJdG9waWNfdWlkGAIgASgMEiwKBXJhbmdlGAMgASgLMh0ubWFsYWNoaS5pbnRlcm5hbC52MS5SYW5nZUtleRILCgNzZXEYBCABKA0SDAoEYmFzZRgFIAEoBBINCgVub25jZRgGIAEoDBIQCghyZXBsaWNhcxgHIAMoBhIOCgZxdW9ydW0YCCABKA0SGgoScmVwbGljYXRpb25fZmFjdG9yGAkgASgNEhQKDHByaW1hcnlfYm9vdBgKIAEoBBIOCgZoZWFkZXIYCyABKAwSDAoEdGltZRgMIAEoECLhAgoLU2VhbFNlZ21lbnQSEgoKdG9waWNfbmFtZRgBIAEoCRIRCgl0b3BpY191aWQYAiABKAwSMAoHc2VnbWVudBgDIAEoCzIfLm1hbGFjaGkuaW50ZXJuYWwudjEuU2VnbWVudEtleRINCgVub25jZRgEIAEoDBILCgNlbmQYBSABKAQSEgoKZGF0YV9ieXRlcxgGIAEoBBIOCgZkaWdlc3QYByABKAYSHQoVcHJvZHVjZXJfdGFibGVfZGlnZXN0GAggASgGEhwKFHByb2R1Y2VyX3RhYmxlX2J5dGVzGAkgASgNEg0KBXZvdGVzGAogAygGEgwKBHRpbWUYCyABKBASLwoGcmVhc29uGAwgASgOMh8ubWFsYWNoaS5pbnRlcm5hbC52MS5TZWFsUmVhc29uEi4KBG5leHQYDSABKAsyIC5tYWxhY2hpLmludGVybmFsLnYxLk9wZW5TZWdtZW50IoACCg5NZXRhZGF0YVJlc3VsdBItCgdvdXRjb21lGAEgASgOMhwubWFsYWNoaS5pbnRlcm5hbC52MS5PdXRjb21lEg8KB2FscmVhZHkYAiABKAgSCwoDdWlkGAMgASgMEhQKDG1ldGFfdmVyc2lvbhgEIAEoBBIzCgdzZWdtZW50GAUgASgLMiIubWFsYWNoaS5pbnRlcm5hbC52MS5TZWdtZW50UmVjb3JkEjAKBG5leHQYBiABKAsyIi5tYWxhY2hpLmludGVybmFsLnYxLlNlZ21lbnRSZWNvcmQSDgoGZGV0YWlsGAcgASgJEhQKDHJpbmdfdmVyc2lvbhgIIAEoBCK0AwoNU2VnbWVudFJlY29yZBILCgNzZXEYASABKA0SMAoFc3RhdGUYAiABKA4yIS5tYWxhY2hpLmludGVybmFsLnYxLlNlZ21lbnRTdGF0ZRIMCgRiYXNlGAMgASgEEhAKCHJlcGxpY2FzGAQgAygGEg4KBnF1b3J1bRgFIAEoDRIaChJyZXBsaWNhdGlvbl9mYWN0b3IYBiABKA0SFAoMcHJpbWFyeV9ib290GAcgASgEEhIKCm9wZW5fbm9uY2UYCCABKAwSDgoGaGVhZGVyGAkgASgMEhMKC2NyZWF0ZV90aW1lGAogASgQEgsKA2VuZBgLIAEoBBISCgpkYXRhX2J5dGVzGAwgASgEEg4KBmRpZ2VzdBgNIAEoBhIRCglzZWFsX3RpbWUYDiABKBASNAoLc2VhbF9yZWFzb24YDyABKA4yHy5tYWxhY2hpLmludGVybmFsLnYxLlNlYWxSZWFzb24SHQoVcHJvZHVjZXJfdGFibGVfZGlnZXN0GBAgASgGEhwKFHByb2R1Y2VyX3RhYmxlX2J5dGVzGBEgASgNEhIKCnNlYWxfbm9uY2UYEiABKAwicwoLUmFuZ2VQYXJlbnQSLAoFcmFuZ2UYASABKAsyHS5tYWxhY2hpLmludGVybmFsLnYxLlJhbmdlS2V5EhQKDHNsaWNlX3ByZWZpeBgCIAEoDRITCgtzbGljZV9kZXB0aBgDIAEoDRILCgNlbmQYBCABKAQihQIKC1JhbmdlUmVjb3JkEhAKCHRpbWVsaW5lGAEgASgGEgsKA3NlcRgCIAEoDRIUCgxzbGljZV9wcmVmaXgYAyABKA0SEwoLc2xpY2VfZGVwdGgYBCABKA0SLgoFc3RhdGUYBSABKA4yHy5tYWxhY2hpLmludGVybmFsLnYxLlJhbmdlU3RhdGUSMQoHcGFyZW50cxgGIAMoCzIgLm1hbGFjaGkuaW50ZXJuYWwudjEuUmFuZ2VQYXJlbnQSFAoMbmV4dF9zZWdtZW50GAcgASgNEg0KBXN0YXJ0GAggASgEEhIKCnNlYWxlZF9lbmQYCSABKAQSEAoIc2VnbWVudHMYCiABKA0iRgoOU2VnbWVudFJlY29yZHMSNAoIc2VnbWVudHMYASADKAsyIi5tYWxhY2hpLmludGVybmFsLnYxLlNlZ21lbnRSZWNvcmQiNAoNQXBwbGllZFVwZGF0ZRINCgVub25jZRgBIAEoDBIUCgxtZXRhX3ZlcnNpb24YAiABKAQi+QIKC1RvcGljUmVjb3JkEgsKA3VpZBgBIAEoDBIMCgRuYW1lGAIgASgJEg0KBW5vbmNlGAMgASgMEhMKC2NyZWF0ZV90aW1lGAQgASgQEioKBmxhYmVscxgFIAMoCzIaLm1hbGFjaGkuaW50ZXJuYWwudjEuTGFiZWwSGwoTZGVsZXRpb25fcHJvdGVjdGlvbhgGIAEoCBIWCg5pbml0aWFsX3JhbmdlcxgHIAEoDRIUCgxtZXRhX3ZlcnNpb24YCCABKAQSLgoFc3RhdGUYCSABKA4yHy5tYWxhY2hpLmludGVybmFsLnYxLlRvcGljU3RhdGUSFAoMZGVsZXRlX25vbmNlGAogASgMEhMKC2RlbGV0ZV90aW1lGAsgASgQEjMKB3VwZGF0ZXMYDCADKAsyIi5tYWxhY2hpLmludGVybmFsLnYxLkFwcGxpZWRVcGRhdGUSDgoGcmFuZ2VzGA0gASgNEhQKDGNyZWF0ZWRfd2l0aBgOIAEoBiJ8Cg9Ub21ic3RvbmVSZWNvcmQSCwoDdWlkGAEgASgMEgwKBG5hbWUYAiABKAkSDQoFbm9uY2UYAyABKAwSFAoMZGVsZXRlX25vbmNlGAQgASgMEhMKC2RlbGV0ZV90aW1lGAUgASgQEhQKDG1ldGFfdmVyc2lvbhgGIAEoBCKwAQoWTWV0YWRhdGFTbmFwc2hvdEhlYWRlchINCgVsZXZlbBgBIAEoDRINCgV2bm9kZRgCIAEoDRIUCgxyaW5nX3ZlcnNpb24YAyABKAQSKgoEYXJjcxgEIAMoCzIcLm1hbGFjaGkuaW50ZXJuYWwudjEuSGFzaEFyYxISCgpjbHVzdGVyX2lkGAUgASgMEg4KBnRvcGljcxgGIAEoBBISCgp0b21ic3RvbmVzGAcgASgEKtMCCgpTZWFsUmVhc29uEhsKF1NFQUxfUkVBU09OX1VOU1BFQ0lGSUVEEAASFAoQU0VBTF9SRUFTT05fU0laRRABEhMKD1NFQUxfUkVBU09OX0FHRRACEiEKHVNFQUxfUkVBU09OX1BSSU1BUllfUkVTVEFSVEVEEAMSHQoZU0VBTF9SRUFTT05fVE9QSUNfREVMRVRFRBAEEhUKEVNFQUxfUkVBU09OX0RSQUlOEAUSIAocU0VBTF9SRUFTT05fVU5ERVJfUkVQTElDQVRFRBAGEhsKF1NFQUxfUkVBU09OX0ZBSUxFRF9DT1BZEAcSFQoRU0VBTF9SRUFTT05fU1BMSVQQCBIVChFTRUFMX1JFQVNPTl9NRVJHRRAJEhgKFFNFQUxfUkVBU09OX09QRVJBVE9SEAoSHQoZU0VBTF9SRUFTT05fTk9UX0NPTkZJUk1FRBALKucBCgdPdXRjb21lEhcKE09VVENPTUVfVU5TUEVDSUZJRUQQABIOCgpPVVRDT01FX09LEAESFQoRT1VUQ09NRV9OT1RfRk9VTkQQAhISCg5PVVRDT01FX0VYSVNUUxADEhQKEE9VVENPTUVfQ09ORkxJQ1QQBBITCg9PVVRDT01FX0lOVkFMSUQQBRIXChNPVVRDT01FX1NUQUxFX1JPVVRFEAYSGgoWT1VUQ09NRV9UT1BJQ19NSVNNQVRDSBAHEhEKDU9VVENPTUVfTElNSVQQCBIVChFPVVRDT01FX1BST1RFQ1RFRBAJKnwKDFNlZ21lbnRTdGF0ZRIdChlTRUdNRU5UX1NUQVRFX1VOU1BFQ0lGSUVEEAASFgoSU0VHTUVOVF9TVEFURV9PUEVOEAESGAoUU0VHTUVOVF9TVEFURV9TRUFMRUQQAhIbChdTRUdNRU5UX1NUQVRFX0FCQU5ET05FRBADKnIKClJhbmdlU3RhdGUSGwoXUkFOR0VfU1RBVEVfVU5TUEVDSUZJRUQQABIWChJSQU5HRV9TVEFURV9BQ1RJVkUQARIXChNSQU5HRV9TVEFURV9TRUFMSU5HEAISFgoSUkFOR0VfU1RBVEVfU0VBTEVEEAMqWwoKVG9waWNTdGF0ZRIbChdUT1BJQ19TVEFURV9VTlNQRUNJRklFRBAAEhYKElRPUElDX1NUQVRFX0FDVElWRRABEhgKFFRPUElDX1NUQVRFX0RFTEVUSU5HEAJCP1o9Z2l0aHViLmNvbS9tYWxhY2hpbG9nL21hbGFjaGkvZ2VuL2dvL21hbGFjaGkvaW50cmEvdjE7aW50cmF2MWIGcHJvdG8z");
+  fileDesc("CiJtYWxhY2hpL2ludGVybmFsL3YxL21ldGFkYXRhLnByb3RvEhNtYWxhY2hpLmludGVybmFsLnYxIroECg9NZXRhZGF0YUNvbW1hbmQSDQoFbGV2ZWwYASABKA0SNAoKaW5pdF92bm9kZRgCIAEoCzIeLm1hbGFjaGkuaW50ZXJuYWwudjEuSW5pdFZub2RlSAASOAoMY3JlYXRlX3RvcGljGAMgASgLMiAubWFsYWNoaS5pbnRlcm5hbC52MS5DcmVhdGVUb3BpY0gAEjgKDHVwZGF0ZV90b3BpYxgEIAEoCzIgLm1hbGFjaGkuaW50ZXJuYWwudjEuVXBkYXRlVG9waWNIABI4CgxkZWxldGVfdG9waWMYBSABKAsyIC5tYWxhY2hpLmludGVybmFsLnYxLkRlbGV0ZVRvcGljSAASOAoMZm9yZ2V0X3RvcGljGAYgASgLMiAubWFsYWNoaS5pbnRlcm5hbC52MS5Gb3JnZXRUb3BpY0gAEjgKDG9wZW5fc2VnbWVudBgHIAEoCzIgLm1hbGFjaGkuaW50ZXJuYWwudjEuT3BlblNlZ21lbnRIABI4CgxzZWFsX3NlZ21lbnQYCCABKAsyIC5tYWxhY2hpLmludGVybmFsLnYxLlNlYWxTZWdtZW50SAASPgoPdXBkYXRlX3JlcGxpY2FzGAkgASgLMiMubWFsYWNoaS5pbnRlcm5hbC52MS5VcGRhdGVSZXBsaWNhc0gAEj4KD3Jlc29sdmVfc2VnbWVudBgKIAEoCzIjLm1hbGFjaGkuaW50ZXJuYWwudjEuUmVzb2x2ZVNlZ21lbnRIAEIGCgRib2R5InAKCUluaXRWbm9kZRINCgV2bm9kZRgBIAEoDRIUCgxyaW5nX3ZlcnNpb24YAiABKAQSKgoEYXJjcxgDIAMoCzIcLm1hbGFjaGkuaW50ZXJuYWwudjEuSGFzaEFyYxISCgpjbHVzdGVyX2lkGAQgASgMIiYKB0hhc2hBcmMSDQoFZmlyc3QYASABKAYSDAoEbGFzdBgCIAEoBiKmAQoLQ3JlYXRlVG9waWMSDQoFbm9uY2UYASABKAwSCwoDdWlkGAIgASgMEgwKBG5hbWUYAyABKAkSFgoOaW5pdGlhbF9yYW5nZXMYBCABKA0SKgoGbGFiZWxzGAUgAygLMhoubWFsYWNoaS5pbnRlcm5hbC52MS5MYWJlbBIbChNkZWxldGlvbl9wcm90ZWN0aW9uGAYgASgIEgwKBHRpbWUYByABKBAiIwoFTGFiZWwSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJIskBCgtVcGRhdGVUb3BpYxIMCgRuYW1lGAEgASgJEgsKA3VpZBgCIAEoDBINCgVub25jZRgDIAEoDBIWCg5leHBlY3RfdmVyc2lvbhgEIAEoBBISCgpzZXRfbGFiZWxzGAUgASgIEioKBmxhYmVscxgGIAMoCzIaLm1hbGFjaGkuaW50ZXJuYWwudjEuTGFiZWwSIAoTZGVsZXRpb25fcHJvdGVjdGlvbhgHIAEoCEgAiAEBQhYKFF9kZWxldGlvbl9wcm90ZWN0aW9uIl0KC0RlbGV0ZVRvcGljEgwKBG5hbWUYASABKAkSCwoDdWlkGAIgASgMEg0KBW5vbmNlGAMgASgMEhYKDmV4cGVjdF92ZXJzaW9uGAQgASgEEgwKBHRpbWUYBSABKBAiKAoLRm9yZ2V0VG9waWMSDAoEbmFtZRgBIAEoCRILCgN1aWQYAiABKAwiOAoIUmFuZ2VLZXkSDQoFdG9waWMYASABKAwSEAoIdGltZWxpbmUYAiABKAYSCwoDc2VxGAMgASgNIkcKClNlZ21lbnRLZXkSLAoFcmFuZ2UYASABKAsyHS5tYWxhY2hpLmludGVybmFsLnYxLlJhbmdlS2V5EgsKA3NlcRgCIAEoDSL+AQoLT3BlblNlZ21lbnQSEgoKdG9waWNfbmFtZRgBIAEoCRIRCgl0b3BpY191aWQYAiABKAwSLAoFcmFuZ2UYAyABKAsyHS5tYWxhY2hpLmludGVybmFsLnYxLlJhbmdlS2V5EgsKA3NlcRgEIAEoDRIMCgRiYXNlGAUgASgEEg0KBW5vbmNlGAYgASgMEhAKCHJlcGxpY2FzGAcgAygGEg4KBnF1b3J1bRgIIAEoDRIaChJyZXBsaWNhdGlvbl9mYWN0b3IYCSABKA0SFAoMcHJpbWFyeV9ib290GAogASgEEg4KBmhlYWRlchgLIAEoDBIMCgR0aW1lGAwgASgQIu8CCgtTZWFsU2VnbWVudBISCgp0b3BpY19uYW1lGAEgASgJEhEKCXRvcGljX3VpZBgCIAEoDBIwCgdzZWdtZW50GAMgASgLMh8ubWFsYWNoaS5pbnRlcm5hbC52MS5TZWdtZW50S2V5Eg0KBW5vbmNlGAQgASgMEgsKA2VuZBgFIAEoBBISCgpkYXRhX2J5dGVzGAYgASgEEg4KBmRpZ2VzdBgHIAEoBhIdChVwcm9kdWNlcl90YWJsZV9kaWdlc3QYCCABKAYSHAoUcHJvZHVjZXJfdGFibGVfYnl0ZXMYCSABKA0SDQoFdm90ZXMYCiADKAYSDAoEdGltZRgLIAEoEBIvCgZyZWFzb24YDCABKA4yHy5tYWxhY2hpLmludGVybmFsLnYxLlNlYWxSZWFzb24SLgoEbmV4dBgNIAEoCzIgLm1hbGFjaGkuaW50ZXJuYWwudjEuT3BlblNlZ21lbnQSDAoEZ29uZRgOIAMoBiLhAQoOVXBkYXRlUmVwbGljYXMSEgoKdG9waWNfbmFtZRgBIAEoCRIRCgl0b3BpY191aWQYAiABKAwSMAoHc2VnbWVudBgDIAEoCzIfLm1hbGFjaGkuaW50ZXJuYWwudjEuU2VnbWVudEtleRIWCg5leHBlY3RfdmVyc2lvbhgEIAEoBBIyCgZjaGFuZ2UYBSABKA4yIi5tYWxhY2hpLmludGVybmFsLnYxLlJlcGxpY2FDaGFuZ2USDgoGYnJva2VyGAYgASgGEgwKBGJvb3QYByABKAQSDAoEZ29uZRgIIAEoCCLVAQoOUmVzb2x2ZVNlZ21lbnQSEgoKdG9waWNfbmFtZRgBIAEoCRIRCgl0b3BpY191aWQYAiABKAwSMAoHc2VnbWVudBgDIAEoCzIfLm1hbGFjaGkuaW50ZXJuYWwudjEuU2VnbWVudEtleRINCgVub25jZRgEIAEoDBIRCglsb3N0X2Zyb20YBSABKAQSEgoKZGF0YV9ieXRlcxgGIAEoBBIOCgZkaWdlc3QYByABKAYSDAoEdGltZRgIIAEoEBIWCg5leHBlY3RfdmVyc2lvbhgJIAEoBCKAAgoOTWV0YWRhdGFSZXN1bHQSLQoHb3V0Y29tZRgBIAEoDjIcLm1hbGFjaGkuaW50ZXJuYWwudjEuT3V0Y29tZRIPCgdhbHJlYWR5GAIgASgIEgsKA3VpZBgDIAEoDBIUCgxtZXRhX3ZlcnNpb24YBCABKAQSMwoHc2VnbWVudBgFIAEoCzIiLm1hbGFjaGkuaW50ZXJuYWwudjEuU2VnbWVudFJlY29yZBIwCgRuZXh0GAYgASgLMiIubWFsYWNoaS5pbnRlcm5hbC52MS5TZWdtZW50UmVjb3JkEg4KBmRldGFpbBgHIAEoCRIUCgxyaW5nX3ZlcnNpb24YCCABKAQijgQKDVNlZ21lbnRSZWNvcmQSCwoDc2VxGAEgASgNEjAKBXN0YXRlGAIgASgOMiEubWFsYWNoaS5pbnRlcm5hbC52MS5TZWdtZW50U3RhdGUSDAoEYmFzZRgDIAEoBBIQCghyZXBsaWNhcxgEIAMoBhIOCgZxdW9ydW0YBSABKA0SGgoScmVwbGljYXRpb25fZmFjdG9yGAYgASgNEhQKDHByaW1hcnlfYm9vdBgHIAEoBBISCgpvcGVuX25vbmNlGAggASgMEg4KBmhlYWRlchgJIAEoDBITCgtjcmVhdGVfdGltZRgKIAEoEBILCgNlbmQYCyABKAQSEgoKZGF0YV9ieXRlcxgMIAEoBBIOCgZkaWdlc3QYDSABKAYSEQoJc2VhbF90aW1lGA4gASgQEjQKC3NlYWxfcmVhc29uGA8gASgOMh8ubWFsYWNoaS5pbnRlcm5hbC52MS5TZWFsUmVhc29uEh0KFXByb2R1Y2VyX3RhYmxlX2RpZ2VzdBgQIAEoBhIcChRwcm9kdWNlcl90YWJsZV9ieXRlcxgRIAEoDRISCgpzZWFsX25vbmNlGBIgASgMEhAKCGluY29taW5nGBMgAygGEhcKD3JlcGxpY2FfdmVyc2lvbhgUIAEoBBItCgRsb3NzGBUgASgLMh8ubWFsYWNoaS5pbnRlcm5hbC52MS5Mb3NzUmVjb3JkImAKCkxvc3NSZWNvcmQSEQoJbG9zdF9mcm9tGAEgASgEEhIKCmRhdGFfYnl0ZXMYAiABKAQSDgoGZGlnZXN0GAMgASgGEgwKBHRpbWUYBCABKBASDQoFbm9uY2UYBSABKAwicwoLUmFuZ2VQYXJlbnQSLAoFcmFuZ2UYASABKAsyHS5tYWxhY2hpLmludGVybmFsLnYxLlJhbmdlS2V5EhQKDHNsaWNlX3ByZWZpeBgCIAEoDRITCgtzbGljZV9kZXB0aBgDIAEoDRILCgNlbmQYBCABKAQihQIKC1JhbmdlUmVjb3JkEhAKCHRpbWVsaW5lGAEgASgGEgsKA3NlcRgCIAEoDRIUCgxzbGljZV9wcmVmaXgYAyABKA0SEwoLc2xpY2VfZGVwdGgYBCABKA0SLgoFc3RhdGUYBSABKA4yHy5tYWxhY2hpLmludGVybmFsLnYxLlJhbmdlU3RhdGUSMQoHcGFyZW50cxgGIAMoCzIgLm1hbGFjaGkuaW50ZXJuYWwudjEuUmFuZ2VQYXJlbnQSFAoMbmV4dF9zZWdtZW50GAcgASgNEg0KBXN0YXJ0GAggASgEEhIKCnNlYWxlZF9lbmQYCSABKAQSEAoIc2VnbWVudHMYCiABKA0iRgoOU2VnbWVudFJlY29yZHMSNAoIc2VnbWVudHMYASADKAsyIi5tYWxhY2hpLmludGVybmFsLnYxLlNlZ21lbnRSZWNvcmQiNAoNQXBwbGllZFVwZGF0ZRINCgVub25jZRgBIAEoDBIUCgxtZXRhX3ZlcnNpb24YAiABKAQi+QIKC1RvcGljUmVjb3JkEgsKA3VpZBgBIAEoDBIMCgRuYW1lGAIgASgJEg0KBW5vbmNlGAMgASgMEhMKC2NyZWF0ZV90aW1lGAQgASgQEioKBmxhYmVscxgFIAMoCzIaLm1hbGFjaGkuaW50ZXJuYWwudjEuTGFiZWwSGwoTZGVsZXRpb25fcHJvdGVjdGlvbhgGIAEoCBIWCg5pbml0aWFsX3JhbmdlcxgHIAEoDRIUCgxtZXRhX3ZlcnNpb24YCCABKAQSLgoFc3RhdGUYCSABKA4yHy5tYWxhY2hpLmludGVybmFsLnYxLlRvcGljU3RhdGUSFAoMZGVsZXRlX25vbmNlGAogASgMEhMKC2RlbGV0ZV90aW1lGAsgASgQEjMKB3VwZGF0ZXMYDCADKAsyIi5tYWxhY2hpLmludGVybmFsLnYxLkFwcGxpZWRVcGRhdGUSDgoGcmFuZ2VzGA0gASgNEhQKDGNyZWF0ZWRfd2l0aBgOIAEoBiJ8Cg9Ub21ic3RvbmVSZWNvcmQSCwoDdWlkGAEgASgMEgwKBG5hbWUYAiABKAkSDQoFbm9uY2UYAyABKAwSFAoMZGVsZXRlX25vbmNlGAQgASgMEhMKC2RlbGV0ZV90aW1lGAUgASgQEhQKDG1ldGFfdmVyc2lvbhgGIAEoBCKwAQoWTWV0YWRhdGFTbmFwc2hvdEhlYWRlchINCgVsZXZlbBgBIAEoDRINCgV2bm9kZRgCIAEoDRIUCgxyaW5nX3ZlcnNpb24YAyABKAQSKgoEYXJjcxgEIAMoCzIcLm1hbGFjaGkuaW50ZXJuYWwudjEuSGFzaEFyYxISCgpjbHVzdGVyX2lkGAUgASgMEg4KBnRvcGljcxgGIAEoBBISCgp0b21ic3RvbmVzGAcgASgEKtMCCgpTZWFsUmVhc29uEhsKF1NFQUxfUkVBU09OX1VOU1BFQ0lGSUVEEAASFAoQU0VBTF9SRUFTT05fU0laRRABEhMKD1NFQUxfUkVBU09OX0FHRRACEiEKHVNFQUxfUkVBU09OX1BSSU1BUllfUkVTVEFSVEVEEAMSHQoZU0VBTF9SRUFTT05fVE9QSUNfREVMRVRFRBAEEhUKEVNFQUxfUkVBU09OX0RSQUlOEAUSIAocU0VBTF9SRUFTT05fVU5ERVJfUkVQTElDQVRFRBAGEhsKF1NFQUxfUkVBU09OX0ZBSUxFRF9DT1BZEAcSFQoRU0VBTF9SRUFTT05fU1BMSVQQCBIVChFTRUFMX1JFQVNPTl9NRVJHRRAJEhgKFFNFQUxfUkVBU09OX09QRVJBVE9SEAoSHQoZU0VBTF9SRUFTT05fTk9UX0NPTkZJUk1FRBALKoEBCg1SZXBsaWNhQ2hhbmdlEh4KGlJFUExJQ0FfQ0hBTkdFX1VOU1BFQ0lGSUVEEAASGwoXUkVQTElDQV9DSEFOR0VfSU5DT01JTkcQARIaChZSRVBMSUNBX0NIQU5HRV9DT05GSVJNEAISFwoTUkVQTElDQV9DSEFOR0VfRFJPUBADKucBCgdPdXRjb21lEhcKE09VVENPTUVfVU5TUEVDSUZJRUQQABIOCgpPVVRDT01FX09LEAESFQoRT1VUQ09NRV9OT1RfRk9VTkQQAhISCg5PVVRDT01FX0VYSVNUUxADEhQKEE9VVENPTUVfQ09ORkxJQ1QQBBITCg9PVVRDT01FX0lOVkFMSUQQBRIXChNPVVRDT01FX1NUQUxFX1JPVVRFEAYSGgoWT1VUQ09NRV9UT1BJQ19NSVNNQVRDSBAHEhEKDU9VVENPTUVfTElNSVQQCBIVChFPVVRDT01FX1BST1RFQ1RFRBAJKnwKDFNlZ21lbnRTdGF0ZRIdChlTRUdNRU5UX1NUQVRFX1VOU1BFQ0lGSUVEEAASFgoSU0VHTUVOVF9TVEFURV9PUEVOEAESGAoUU0VHTUVOVF9TVEFURV9TRUFMRUQQAhIbChdTRUdNRU5UX1NUQVRFX0FCQU5ET05FRBADKnIKClJhbmdlU3RhdGUSGwoXUkFOR0VfU1RBVEVfVU5TUEVDSUZJRUQQABIWChJSQU5HRV9TVEFURV9BQ1RJVkUQARIXChNSQU5HRV9TVEFURV9TRUFMSU5HEAISFgoSUkFOR0VfU1RBVEVfU0VBTEVEEAMqWwoKVG9waWNTdGF0ZRIbChdUT1BJQ19TVEFURV9VTlNQRUNJRklFRBAAEhYKElRPUElDX1NUQVRFX0FDVElWRRABEhgKFFRPUElDX1NUQVRFX0RFTEVUSU5HEAJCP1o9Z2l0aHViLmNvbS9tYWxhY2hpbG9nL21hbGFjaGkvZ2VuL2dvL21hbGFjaGkvaW50cmEvdjE7aW50cmF2MWIGcHJvdG8z");
 
 /**
  * @generated from message malachi.internal.v1.MetadataCommand
@@ -68,6 +68,18 @@ export type MetadataCommand = Message<"malachi.internal.v1.MetadataCommand"> & {
      */
     value: SealSegment;
     case: "sealSegment";
+  } | {
+    /**
+     * @generated from field: malachi.internal.v1.UpdateReplicas update_replicas = 9;
+     */
+    value: UpdateReplicas;
+    case: "updateReplicas";
+  } | {
+    /**
+     * @generated from field: malachi.internal.v1.ResolveSegment resolve_segment = 10;
+     */
+    value: ResolveSegment;
+    case: "resolveSegment";
   } | { case: undefined; value?: undefined };
 };
 
@@ -512,6 +524,14 @@ export type SealSegment = Message<"malachi.internal.v1.SealSegment"> & {
    * @generated from field: malachi.internal.v1.OpenSegment next = 13;
    */
   next?: OpenSegment | undefined;
+
+  /**
+   * Replicas that are gone for good and count as votes for the base, by an operator's order (reason OPERATOR). What they held beyond
+   * the end is recorded as lost.
+   *
+   * @generated from field: repeated fixed64 gone = 14;
+   */
+  gone: bigint[];
 };
 
 /**
@@ -520,6 +540,129 @@ export type SealSegment = Message<"malachi.internal.v1.SealSegment"> & {
  */
 export const SealSegmentSchema: GenMessage<SealSegment> = /*@__PURE__*/
   messageDesc(file_malachi_internal_v1_metadata, 11);
+
+/**
+ * Changes who holds copies of a sealed segment.
+ *
+ * @generated from message malachi.internal.v1.UpdateReplicas
+ */
+export type UpdateReplicas = Message<"malachi.internal.v1.UpdateReplicas"> & {
+  /**
+   * @generated from field: string topic_name = 1;
+   */
+  topicName: string;
+
+  /**
+   * @generated from field: bytes topic_uid = 2;
+   */
+  topicUid: Uint8Array;
+
+  /**
+   * @generated from field: malachi.internal.v1.SegmentKey segment = 3;
+   */
+  segment?: SegmentKey | undefined;
+
+  /**
+   * The replica version that the caller saw: a compare-and-set.
+   *
+   * @generated from field: uint64 expect_version = 4;
+   */
+  expectVersion: bigint;
+
+  /**
+   * @generated from field: malachi.internal.v1.ReplicaChange change = 5;
+   */
+  change: ReplicaChange;
+
+  /**
+   * @generated from field: fixed64 broker = 6;
+   */
+  broker: bigint;
+
+  /**
+   * Confirm: the boot under which the broker has proved its copy. Recorded in the log, not in the state.
+   *
+   * @generated from field: uint64 boot = 7;
+   */
+  boot: bigint;
+
+  /**
+   * Drop: the broker is decommissioned or removed, so the copy may go although fewer than the replication factor stay.
+   *
+   * @generated from field: bool gone = 8;
+   */
+  gone: boolean;
+};
+
+/**
+ * Describes the message malachi.internal.v1.UpdateReplicas.
+ * Use `create(UpdateReplicasSchema)` to create a new message.
+ */
+export const UpdateReplicasSchema: GenMessage<UpdateReplicas> = /*@__PURE__*/
+  messageDesc(file_malachi_internal_v1_metadata, 12);
+
+/**
+ * Records by an operator's order that a sealed segment has lost everything from an offset on.
+ *
+ * @generated from message malachi.internal.v1.ResolveSegment
+ */
+export type ResolveSegment = Message<"malachi.internal.v1.ResolveSegment"> & {
+  /**
+   * @generated from field: string topic_name = 1;
+   */
+  topicName: string;
+
+  /**
+   * @generated from field: bytes topic_uid = 2;
+   */
+  topicUid: Uint8Array;
+
+  /**
+   * @generated from field: malachi.internal.v1.SegmentKey segment = 3;
+   */
+  segment?: SegmentKey | undefined;
+
+  /**
+   * @generated from field: bytes nonce = 4;
+   */
+  nonce: Uint8Array;
+
+  /**
+   * @generated from field: uint64 lost_from = 5;
+   */
+  lostFrom: bigint;
+
+  /**
+   * Of what remains: length of header and batches, and digest.
+   *
+   * @generated from field: uint64 data_bytes = 6;
+   */
+  dataBytes: bigint;
+
+  /**
+   * @generated from field: fixed64 digest = 7;
+   */
+  digest: bigint;
+
+  /**
+   * @generated from field: sfixed64 time = 8;
+   */
+  time: bigint;
+
+  /**
+   * The replica version that the caller saw: a compare-and-set.
+   *
+   * @generated from field: uint64 expect_version = 9;
+   */
+  expectVersion: bigint;
+};
+
+/**
+ * Describes the message malachi.internal.v1.ResolveSegment.
+ * Use `create(ResolveSegmentSchema)` to create a new message.
+ */
+export const ResolveSegmentSchema: GenMessage<ResolveSegment> = /*@__PURE__*/
+  messageDesc(file_malachi_internal_v1_metadata, 13);
 
 /**
  * What a command answers. It never depends on anything but the state and the command.
@@ -581,7 +724,7 @@ export type MetadataResult = Message<"malachi.internal.v1.MetadataResult"> & {
  * Use `create(MetadataResultSchema)` to create a new message.
  */
 export const MetadataResultSchema: GenMessage<MetadataResult> = /*@__PURE__*/
-  messageDesc(file_malachi_internal_v1_metadata, 12);
+  messageDesc(file_malachi_internal_v1_metadata, 14);
 
 /**
  * @generated from message malachi.internal.v1.SegmentRecord
@@ -678,6 +821,25 @@ export type SegmentRecord = Message<"malachi.internal.v1.SegmentRecord"> & {
    * @generated from field: bytes seal_nonce = 18;
    */
   sealNonce: Uint8Array;
+
+  /**
+   * Brokers that are to get a copy.
+   *
+   * @generated from field: repeated fixed64 incoming = 19;
+   */
+  incoming: bigint[];
+
+  /**
+   * Rises with every change of replicas and incoming after the seal.
+   *
+   * @generated from field: uint64 replica_version = 20;
+   */
+  replicaVersion: bigint;
+
+  /**
+   * @generated from field: malachi.internal.v1.LossRecord loss = 21;
+   */
+  loss?: LossRecord | undefined;
 };
 
 /**
@@ -685,7 +847,46 @@ export type SegmentRecord = Message<"malachi.internal.v1.SegmentRecord"> & {
  * Use `create(SegmentRecordSchema)` to create a new message.
  */
 export const SegmentRecordSchema: GenMessage<SegmentRecord> = /*@__PURE__*/
-  messageDesc(file_malachi_internal_v1_metadata, 13);
+  messageDesc(file_malachi_internal_v1_metadata, 15);
+
+/**
+ * What an operator has given up of a segment.
+ *
+ * @generated from message malachi.internal.v1.LossRecord
+ */
+export type LossRecord = Message<"malachi.internal.v1.LossRecord"> & {
+  /**
+   * @generated from field: uint64 lost_from = 1;
+   */
+  lostFrom: bigint;
+
+  /**
+   * @generated from field: uint64 data_bytes = 2;
+   */
+  dataBytes: bigint;
+
+  /**
+   * @generated from field: fixed64 digest = 3;
+   */
+  digest: bigint;
+
+  /**
+   * @generated from field: sfixed64 time = 4;
+   */
+  time: bigint;
+
+  /**
+   * @generated from field: bytes nonce = 5;
+   */
+  nonce: Uint8Array;
+};
+
+/**
+ * Describes the message malachi.internal.v1.LossRecord.
+ * Use `create(LossRecordSchema)` to create a new message.
+ */
+export const LossRecordSchema: GenMessage<LossRecord> = /*@__PURE__*/
+  messageDesc(file_malachi_internal_v1_metadata, 16);
 
 /**
  * @generated from message malachi.internal.v1.RangeParent
@@ -717,7 +918,7 @@ export type RangeParent = Message<"malachi.internal.v1.RangeParent"> & {
  * Use `create(RangeParentSchema)` to create a new message.
  */
 export const RangeParentSchema: GenMessage<RangeParent> = /*@__PURE__*/
-  messageDesc(file_malachi_internal_v1_metadata, 14);
+  messageDesc(file_malachi_internal_v1_metadata, 17);
 
 /**
  * @generated from message malachi.internal.v1.RangeRecord
@@ -781,7 +982,7 @@ export type RangeRecord = Message<"malachi.internal.v1.RangeRecord"> & {
  * Use `create(RangeRecordSchema)` to create a new message.
  */
 export const RangeRecordSchema: GenMessage<RangeRecord> = /*@__PURE__*/
-  messageDesc(file_malachi_internal_v1_metadata, 15);
+  messageDesc(file_malachi_internal_v1_metadata, 18);
 
 /**
  * Some segments of the range before it in a snapshot: by seq; at most the last one is open.
@@ -800,7 +1001,7 @@ export type SegmentRecords = Message<"malachi.internal.v1.SegmentRecords"> & {
  * Use `create(SegmentRecordsSchema)` to create a new message.
  */
 export const SegmentRecordsSchema: GenMessage<SegmentRecords> = /*@__PURE__*/
-  messageDesc(file_malachi_internal_v1_metadata, 16);
+  messageDesc(file_malachi_internal_v1_metadata, 19);
 
 /**
  * @generated from message malachi.internal.v1.AppliedUpdate
@@ -822,7 +1023,7 @@ export type AppliedUpdate = Message<"malachi.internal.v1.AppliedUpdate"> & {
  * Use `create(AppliedUpdateSchema)` to create a new message.
  */
 export const AppliedUpdateSchema: GenMessage<AppliedUpdate> = /*@__PURE__*/
-  messageDesc(file_malachi_internal_v1_metadata, 17);
+  messageDesc(file_malachi_internal_v1_metadata, 20);
 
 /**
  * One topic of a snapshot. Its ranges follow, and after each range its segments, so that no single message grows with the topic.
@@ -910,7 +1111,7 @@ export type TopicRecord = Message<"malachi.internal.v1.TopicRecord"> & {
  * Use `create(TopicRecordSchema)` to create a new message.
  */
 export const TopicRecordSchema: GenMessage<TopicRecord> = /*@__PURE__*/
-  messageDesc(file_malachi_internal_v1_metadata, 18);
+  messageDesc(file_malachi_internal_v1_metadata, 21);
 
 /**
  * @generated from message malachi.internal.v1.TombstoneRecord
@@ -952,7 +1153,7 @@ export type TombstoneRecord = Message<"malachi.internal.v1.TombstoneRecord"> & {
  * Use `create(TombstoneRecordSchema)` to create a new message.
  */
 export const TombstoneRecordSchema: GenMessage<TombstoneRecord> = /*@__PURE__*/
-  messageDesc(file_malachi_internal_v1_metadata, 19);
+  messageDesc(file_malachi_internal_v1_metadata, 22);
 
 /**
  * Begins a snapshot.
@@ -1003,7 +1204,7 @@ export type MetadataSnapshotHeader = Message<"malachi.internal.v1.MetadataSnapsh
  * Use `create(MetadataSnapshotHeaderSchema)` to create a new message.
  */
 export const MetadataSnapshotHeaderSchema: GenMessage<MetadataSnapshotHeader> = /*@__PURE__*/
-  messageDesc(file_malachi_internal_v1_metadata, 20);
+  messageDesc(file_malachi_internal_v1_metadata, 23);
 
 /**
  * @generated from enum malachi.internal.v1.SealReason
@@ -1077,6 +1278,43 @@ export const SealReasonSchema: GenEnum<SealReason> = /*@__PURE__*/
   enumDesc(file_malachi_internal_v1_metadata, 0);
 
 /**
+ * @generated from enum malachi.internal.v1.ReplicaChange
+ */
+export enum ReplicaChange {
+  /**
+   * @generated from enum value: REPLICA_CHANGE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * The broker is to get a copy. Until it is confirmed it counts for nothing.
+   *
+   * @generated from enum value: REPLICA_CHANGE_INCOMING = 1;
+   */
+  INCOMING = 1,
+
+  /**
+   * The incoming broker holds a proved copy.
+   *
+   * @generated from enum value: REPLICA_CHANGE_CONFIRM = 2;
+   */
+  CONFIRM = 2,
+
+  /**
+   * The broker holds no copy any more, or none that counts: it may be deleted.
+   *
+   * @generated from enum value: REPLICA_CHANGE_DROP = 3;
+   */
+  DROP = 3,
+}
+
+/**
+ * Describes the enum malachi.internal.v1.ReplicaChange.
+ */
+export const ReplicaChangeSchema: GenEnum<ReplicaChange> = /*@__PURE__*/
+  enumDesc(file_malachi_internal_v1_metadata, 1);
+
+/**
  * @generated from enum malachi.internal.v1.Outcome
  */
 export enum Outcome {
@@ -1135,7 +1373,7 @@ export enum Outcome {
  * Describes the enum malachi.internal.v1.Outcome.
  */
 export const OutcomeSchema: GenEnum<Outcome> = /*@__PURE__*/
-  enumDesc(file_malachi_internal_v1_metadata, 1);
+  enumDesc(file_malachi_internal_v1_metadata, 2);
 
 /**
  * @generated from enum malachi.internal.v1.SegmentState
@@ -1166,7 +1404,7 @@ export enum SegmentState {
  * Describes the enum malachi.internal.v1.SegmentState.
  */
 export const SegmentStateSchema: GenEnum<SegmentState> = /*@__PURE__*/
-  enumDesc(file_malachi_internal_v1_metadata, 2);
+  enumDesc(file_malachi_internal_v1_metadata, 3);
 
 /**
  * @generated from enum malachi.internal.v1.RangeState
@@ -1197,7 +1435,7 @@ export enum RangeState {
  * Describes the enum malachi.internal.v1.RangeState.
  */
 export const RangeStateSchema: GenEnum<RangeState> = /*@__PURE__*/
-  enumDesc(file_malachi_internal_v1_metadata, 3);
+  enumDesc(file_malachi_internal_v1_metadata, 4);
 
 /**
  * @generated from enum malachi.internal.v1.TopicState
@@ -1223,5 +1461,5 @@ export enum TopicState {
  * Describes the enum malachi.internal.v1.TopicState.
  */
 export const TopicStateSchema: GenEnum<TopicState> = /*@__PURE__*/
-  enumDesc(file_malachi_internal_v1_metadata, 4);
+  enumDesc(file_malachi_internal_v1_metadata, 5);
 

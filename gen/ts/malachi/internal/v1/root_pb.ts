@@ -4,7 +4,7 @@
 
 import type { GenEnum, GenFile, GenMessage } from "@bufbuild/protobuf/codegenv2";
 import { enumDesc, fileDesc, messageDesc } from "@bufbuild/protobuf/codegenv2";
-import type { HashArc } from "./metadata_pb";
+import type { AppliedUpdate, HashArc, Label } from "./metadata_pb";
 import { file_malachi_internal_v1_metadata } from "./metadata_pb";
 import type { Message } from "@bufbuild/protobuf";
 
@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file malachi/internal/v1/root.proto.
  */
 export const file_malachi_internal_v1_root: GenFile = /*@__PURE__*/
-  fileDesc("Ch5tYWxhY2hpL2ludGVybmFsL3YxL3Jvb3QucHJvdG8SE21hbGFjaGkuaW50ZXJuYWwudjEivwIKC1Jvb3RDb21tYW5kEg0KBWxldmVsGAEgASgNEisKBWZvdW5kGAIgASgLMhoubWFsYWNoaS5pbnRlcm5hbC52MS5Gb3VuZEgAEjoKDWNvbmZpcm1fdm5vZGUYAyABKAsyIS5tYWxhY2hpLmludGVybmFsLnYxLkNvbmZpcm1Wbm9kZUgAEj4KD3JlZ2lzdGVyX2Jyb2tlchgEIAEoCzIjLm1hbGFjaGkuaW50ZXJuYWwudjEuUmVnaXN0ZXJCcm9rZXJIABI8Cg5yZWZyZXNoX2Jyb2tlchgFIAEoCzIiLm1hbGFjaGkuaW50ZXJuYWwudjEuUmVmcmVzaEJyb2tlckgAEjIKCXNldF9sZXZlbBgGIAEoCzIdLm1hbGFjaGkuaW50ZXJuYWwudjEuU2V0TGV2ZWxIAEIGCgRib2R5ImEKBUZvdW5kEhIKCmNsdXN0ZXJfaWQYASABKAwSDgoGdm5vZGVzGAIgASgNEg4KBmJyb2tlchgDIAEoBhIVCg1jbHVzdGVyX2xldmVsGAQgASgNEg0KBW5vbmNlGAUgASgMIh0KDENvbmZpcm1Wbm9kZRINCgV2bm9kZRgBIAEoDSKbAQoOUmVnaXN0ZXJCcm9rZXISCgoCaWQYASABKAYSDAoEYm9vdBgCIAEoBBIVCg1qb3VybmFsX2dyb3VwGAMgASgEEg0KBW5vbmNlGAQgASgMEi8KCWFkZHJlc3NlcxgFIAMoCzIcLm1hbGFjaGkuaW50ZXJuYWwudjEuQWRkcmVzcxIYChBhZHZlcnRpc2VkX2xldmVsGAYgASgNIigKB0FkZHJlc3MSDAoEbmFtZRgBIAEoCRIPCgdhZGRyZXNzGAIgASgJIkAKDVJlZnJlc2hCcm9rZXISCgoCaWQYASABKAYSDAoEYm9vdBgCIAEoBBIVCg1qb3VybmFsX2dyb3VwGAMgASgEIiYKCFNldExldmVsEg4KBmV4cGVjdBgBIAEoDRIKCgJ0bxgCIAEoDSJgCgpSb290UmVzdWx0EjEKB291dGNvbWUYASABKA4yIC5tYWxhY2hpLmludGVybmFsLnYxLlJvb3RPdXRjb21lEg8KB2FscmVhZHkYAiABKAgSDgoGZGV0YWlsGAMgASgJImkKC1Zub2RlUmVjb3JkEgoKAmlkGAEgASgNEioKBGFyY3MYAiADKAsyHC5tYWxhY2hpLmludGVybmFsLnYxLkhhc2hBcmMSDwoHbWVtYmVycxgDIAMoBhIRCgljb25maXJtZWQYBCABKAgimQEKDEJyb2tlclJlY29yZBIKCgJpZBgBIAEoBhIMCgRib290GAIgASgEEhUKDWpvdXJuYWxfZ3JvdXAYAyABKAQSDQoFbm9uY2UYBCABKAwSLwoJYWRkcmVzc2VzGAUgAygLMhwubWFsYWNoaS5pbnRlcm5hbC52MS5BZGRyZXNzEhgKEGFkdmVydGlzZWRfbGV2ZWwYBiABKA0i2QEKDFJvb3RTbmFwc2hvdBINCgVsZXZlbBgBIAEoDRISCgpjbHVzdGVyX2lkGAIgASgMEhMKC2ZvdW5kX25vbmNlGAMgASgMEhUKDWNsdXN0ZXJfbGV2ZWwYBCABKA0SFAoMcmluZ192ZXJzaW9uGAUgASgEEjAKBnZub2RlcxgGIAMoCzIgLm1hbGFjaGkuaW50ZXJuYWwudjEuVm5vZGVSZWNvcmQSMgoHYnJva2VycxgHIAMoCzIhLm1hbGFjaGkuaW50ZXJuYWwudjEuQnJva2VyUmVjb3JkKqcCCgtSb290T3V0Y29tZRIcChhST09UX09VVENPTUVfVU5TUEVDSUZJRUQQABITCg9ST09UX09VVENPTUVfT0sQARIcChhST09UX09VVENPTUVfTk9UX0ZPVU5ERUQQAhIYChRST09UX09VVENPTUVfRk9VTkRFRBADEiIKHlJPT1RfT1VUQ09NRV9DTE9ORV9PUl9ST0xMQkFDSxAEEh8KG1JPT1RfT1VUQ09NRV9VTktOT1dOX0JST0tFUhAFEhsKF1JPT1RfT1VUQ09NRV9TVEFMRV9CT09UEAYSGQoVUk9PVF9PVVRDT01FX0NPTkZMSUNUEAcSGAoUUk9PVF9PVVRDT01FX0lOVkFMSUQQCBIWChJST09UX09VVENPTUVfTElNSVQQCUI/Wj1naXRodWIuY29tL21hbGFjaGlsb2cvbWFsYWNoaS9nZW4vZ28vbWFsYWNoaS9pbnRyYS92MTtpbnRyYXYxYgZwcm90bzM", [file_malachi_internal_v1_metadata]);
+  fileDesc("Ch5tYWxhY2hpL2ludGVybmFsL3YxL3Jvb3QucHJvdG8SE21hbGFjaGkuaW50ZXJuYWwudjEirAUKC1Jvb3RDb21tYW5kEg0KBWxldmVsGAEgASgNEisKBWZvdW5kGAIgASgLMhoubWFsYWNoaS5pbnRlcm5hbC52MS5Gb3VuZEgAEjoKDWNvbmZpcm1fdm5vZGUYAyABKAsyIS5tYWxhY2hpLmludGVybmFsLnYxLkNvbmZpcm1Wbm9kZUgAEj4KD3JlZ2lzdGVyX2Jyb2tlchgEIAEoCzIjLm1hbGFjaGkuaW50ZXJuYWwudjEuUmVnaXN0ZXJCcm9rZXJIABI8Cg5yZWZyZXNoX2Jyb2tlchgFIAEoCzIiLm1hbGFjaGkuaW50ZXJuYWwudjEuUmVmcmVzaEJyb2tlckgAEjIKCXNldF9sZXZlbBgGIAEoCzIdLm1hbGFjaGkuaW50ZXJuYWwudjEuU2V0TGV2ZWxIABI4CgxhZG1pdF9icm9rZXIYByABKAsyIC5tYWxhY2hpLmludGVybmFsLnYxLkFkbWl0QnJva2VySAASPwoQc2V0X2Jyb2tlcl9zdGF0ZRgIIAEoCzIjLm1hbGFjaGkuaW50ZXJuYWwudjEuU2V0QnJva2VyU3RhdGVIABI6Cg1yZW1vdmVfYnJva2VyGAkgASgLMiEubWFsYWNoaS5pbnRlcm5hbC52MS5SZW1vdmVCcm9rZXJIABI4Cgxicm9rZXJfcmVhZHkYCiABKAsyIC5tYWxhY2hpLmludGVybmFsLnYxLkJyb2tlclJlYWR5SAASPgoPcmV0aXJlX3JlcGxpY2FzGAsgASgLMiMubWFsYWNoaS5pbnRlcm5hbC52MS5SZXRpcmVSZXBsaWNhc0gAEjoKDXVwZGF0ZV9wb2xpY3kYDCABKAsyIS5tYWxhY2hpLmludGVybmFsLnYxLlVwZGF0ZVBvbGljeUgAQgYKBGJvZHkicgoFRm91bmQSEgoKY2x1c3Rlcl9pZBgBIAEoDBIOCgZ2bm9kZXMYAiABKA0SDgoGYnJva2VyGAMgASgGEhUKDWNsdXN0ZXJfbGV2ZWwYBCABKA0SDQoFbm9uY2UYBSABKAwSDwoHYnJva2VycxgGIAEoDSIdCgxDb25maXJtVm5vZGUSDQoFdm5vZGUYASABKA0i2QEKDlJlZ2lzdGVyQnJva2VyEgoKAmlkGAEgASgGEgwKBGJvb3QYAiABKAQSFQoNam91cm5hbF9ncm91cBgDIAEoBBINCgVub25jZRgEIAEoDBIvCglhZGRyZXNzZXMYBSADKAsyHC5tYWxhY2hpLmludGVybmFsLnYxLkFkZHJlc3MSGAoQYWR2ZXJ0aXNlZF9sZXZlbBgGIAEoDRIuCgphdHRyaWJ1dGVzGAcgAygLMhoubWFsYWNoaS5pbnRlcm5hbC52MS5MYWJlbBIMCgR0aW1lGAggASgQIigKB0FkZHJlc3MSDAoEbmFtZRgBIAEoCRIPCgdhZGRyZXNzGAIgASgJIkAKDVJlZnJlc2hCcm9rZXISCgoCaWQYASABKAYSDAoEYm9vdBgCIAEoBBIVCg1qb3VybmFsX2dyb3VwGAMgASgEIiYKCFNldExldmVsEg4KBmV4cGVjdBgBIAEoDRIKCgJ0bxgCIAEoDSKxAQoLQWRtaXRCcm9rZXISCgoCaWQYASABKAYSDQoFbm9uY2UYAiABKAwSLwoJYWRkcmVzc2VzGAMgAygLMhwubWFsYWNoaS5pbnRlcm5hbC52MS5BZGRyZXNzEi4KCmF0dHJpYnV0ZXMYBCADKAsyGi5tYWxhY2hpLmludGVybmFsLnYxLkxhYmVsEhgKEGFkdmVydGlzZWRfbGV2ZWwYBSABKA0SDAoEdGltZRgGIAEoECJxCg5TZXRCcm9rZXJTdGF0ZRIKCgJpZBgBIAEoBhIWCg5leHBlY3RfdmVyc2lvbhgCIAEoBBIsCgJ0bxgDIAEoDjIgLm1hbGFjaGkuaW50ZXJuYWwudjEuQnJva2VyU3RhdGUSDQoFbm9uY2UYBCABKAwiGgoMUmVtb3ZlQnJva2VyEgoKAmlkGAEgASgGIjsKC0Jyb2tlclJlYWR5EgoKAmlkGAEgASgGEgwKBGJvb3QYAiABKAQSEgoKZ2VuZXJhdGlvbhgDIAEoDSI3Cg5SZXRpcmVSZXBsaWNhcxIKCgJpZBgBIAEoBhIZChFleHBlY3RfZ2VuZXJhdGlvbhgCIAEoDSK5AwoMVXBkYXRlUG9saWN5Eg0KBW5vbmNlGAEgASgMEhYKDmV4cGVjdF92ZXJzaW9uGAIgASgEEh8KEnJlcGxpY2F0aW9uX2ZhY3RvchgDIAEoDUgAiAEBEhkKDG1pbl9yZXBsaWNhcxgEIAEoDUgBiAEBEi0KBGFja3MYBSABKA4yHy5tYWxhY2hpLmludGVybmFsLnYxLlBvbGljeUFja3MSFgoJc3ByZWFkX2J5GAYgASgJSAKIAQESGAoLbWluX2RvbWFpbnMYByABKA1IA4gBARI3CglwbGFjZW1lbnQYCCABKA4yJC5tYWxhY2hpLmludGVybmFsLnYxLlBvbGljeVBsYWNlbWVudBIeChFzZWdtZW50X21heF9ieXRlcxgJIAEoBEgEiAEBEhwKD3NlZ21lbnRfbWF4X2FnZRgKIAEoA0gFiAEBQhUKE19yZXBsaWNhdGlvbl9mYWN0b3JCDwoNX21pbl9yZXBsaWNhc0IMCgpfc3ByZWFkX2J5Qg4KDF9taW5fZG9tYWluc0IUChJfc2VnbWVudF9tYXhfYnl0ZXNCEgoQX3NlZ21lbnRfbWF4X2FnZSLKAgoMUG9saWN5UmVjb3JkEg8KB3ZlcnNpb24YASABKAQSGgoScmVwbGljYXRpb25fZmFjdG9yGAIgASgNEhQKDG1pbl9yZXBsaWNhcxgDIAEoDRItCgRhY2tzGAQgASgOMh8ubWFsYWNoaS5pbnRlcm5hbC52MS5Qb2xpY3lBY2tzEhEKCXNwcmVhZF9ieRgFIAEoCRITCgttaW5fZG9tYWlucxgGIAEoDRI3CglwbGFjZW1lbnQYByABKA4yJC5tYWxhY2hpLmludGVybmFsLnYxLlBvbGljeVBsYWNlbWVudBIZChFzZWdtZW50X21heF9ieXRlcxgIIAEoBBIXCg9zZWdtZW50X21heF9hZ2UYCSABKAMSMwoHdXBkYXRlcxgKIAMoCzIiLm1hbGFjaGkuaW50ZXJuYWwudjEuQXBwbGllZFVwZGF0ZSJgCgpSb290UmVzdWx0EjEKB291dGNvbWUYASABKA4yIC5tYWxhY2hpLmludGVybmFsLnYxLlJvb3RPdXRjb21lEg8KB2FscmVhZHkYAiABKAgSDgoGZGV0YWlsGAMgASgJImkKC1Zub2RlUmVjb3JkEgoKAmlkGAEgASgNEioKBGFyY3MYAiADKAsyHC5tYWxhY2hpLmludGVybmFsLnYxLkhhc2hBcmMSDwoHbWVtYmVycxgDIAMoBhIRCgljb25maXJtZWQYBCABKAgijgMKDEJyb2tlclJlY29yZBIKCgJpZBgBIAEoBhIMCgRib290GAIgASgEEhUKDWpvdXJuYWxfZ3JvdXAYAyABKAQSDQoFbm9uY2UYBCABKAwSLwoJYWRkcmVzc2VzGAUgAygLMhwubWFsYWNoaS5pbnRlcm5hbC52MS5BZGRyZXNzEhgKEGFkdmVydGlzZWRfbGV2ZWwYBiABKA0SLwoFc3RhdGUYByABKA4yIC5tYWxhY2hpLmludGVybmFsLnYxLkJyb2tlclN0YXRlEhUKDXN0YXRlX3ZlcnNpb24YCCABKAQSEwoLc3RhdGVfbm9uY2UYCSABKAwSLgoKYXR0cmlidXRlcxgKIAMoCzIaLm1hbGFjaGkuaW50ZXJuYWwudjEuTGFiZWwSEwoLYWRtaXRfbm9uY2UYCyABKAwSEgoKYWRtaXRfdGltZRgMIAEoEBIVCg1yZWdpc3Rlcl90aW1lGA0gASgQEhIKCmdlbmVyYXRpb24YDiABKA0SEgoKcmVhZHlfYm9vdBgPIAEoBCKdAgoMUm9vdFNuYXBzaG90Eg0KBWxldmVsGAEgASgNEhIKCmNsdXN0ZXJfaWQYAiABKAwSEwoLZm91bmRfbm9uY2UYAyABKAwSFQoNY2x1c3Rlcl9sZXZlbBgEIAEoDRIUCgxyaW5nX3ZlcnNpb24YBSABKAQSMAoGdm5vZGVzGAYgAygLMiAubWFsYWNoaS5pbnRlcm5hbC52MS5Wbm9kZVJlY29yZBIyCgdicm9rZXJzGAcgAygLMiEubWFsYWNoaS5pbnRlcm5hbC52MS5Ccm9rZXJSZWNvcmQSDwoHcmVtb3ZlZBgIIAMoBhIxCgZwb2xpY3kYCSABKAsyIS5tYWxhY2hpLmludGVybmFsLnYxLlBvbGljeVJlY29yZCpoCgtCcm9rZXJTdGF0ZRIcChhCUk9LRVJfU1RBVEVfVU5TUEVDSUZJRUQQABIZChVCUk9LRVJfU1RBVEVfRFJBSU5JTkcQARIgChxCUk9LRVJfU1RBVEVfREVDT01NSVNTSU9OSU5HEAIqVgoKUG9saWN5QWNrcxIbChdQT0xJQ1lfQUNLU19VTlNQRUNJRklFRBAAEhYKElBPTElDWV9BQ0tTX1FVT1JVTRABEhMKD1BPTElDWV9BQ0tTX0FMTBACKmkKD1BvbGljeVBsYWNlbWVudBIgChxQT0xJQ1lfUExBQ0VNRU5UX1VOU1BFQ0lGSUVEEAASGQoVUE9MSUNZX1BMQUNFTUVOVF9TT0ZUEAESGQoVUE9MSUNZX1BMQUNFTUVOVF9IQVJEEAIqwQIKC1Jvb3RPdXRjb21lEhwKGFJPT1RfT1VUQ09NRV9VTlNQRUNJRklFRBAAEhMKD1JPT1RfT1VUQ09NRV9PSxABEhwKGFJPT1RfT1VUQ09NRV9OT1RfRk9VTkRFRBACEhgKFFJPT1RfT1VUQ09NRV9GT1VOREVEEAMSIgoeUk9PVF9PVVRDT01FX0NMT05FX09SX1JPTExCQUNLEAQSHwobUk9PVF9PVVRDT01FX1VOS05PV05fQlJPS0VSEAUSGwoXUk9PVF9PVVRDT01FX1NUQUxFX0JPT1QQBhIZChVST09UX09VVENPTUVfQ09ORkxJQ1QQBxIYChRST09UX09VVENPTUVfSU5WQUxJRBAIEhYKElJPT1RfT1VUQ09NRV9MSU1JVBAJEhgKFFJPT1RfT1VUQ09NRV9SRU1PVkVEEApCP1o9Z2l0aHViLmNvbS9tYWxhY2hpbG9nL21hbGFjaGkvZ2VuL2dvL21hbGFjaGkvaW50cmEvdjE7aW50cmF2MWIGcHJvdG8z", [file_malachi_internal_v1_metadata]);
 
 /**
  * @generated from message malachi.internal.v1.RootCommand
@@ -58,6 +58,42 @@ export type RootCommand = Message<"malachi.internal.v1.RootCommand"> & {
      */
     value: SetLevel;
     case: "setLevel";
+  } | {
+    /**
+     * @generated from field: malachi.internal.v1.AdmitBroker admit_broker = 7;
+     */
+    value: AdmitBroker;
+    case: "admitBroker";
+  } | {
+    /**
+     * @generated from field: malachi.internal.v1.SetBrokerState set_broker_state = 8;
+     */
+    value: SetBrokerState;
+    case: "setBrokerState";
+  } | {
+    /**
+     * @generated from field: malachi.internal.v1.RemoveBroker remove_broker = 9;
+     */
+    value: RemoveBroker;
+    case: "removeBroker";
+  } | {
+    /**
+     * @generated from field: malachi.internal.v1.BrokerReady broker_ready = 10;
+     */
+    value: BrokerReady;
+    case: "brokerReady";
+  } | {
+    /**
+     * @generated from field: malachi.internal.v1.RetireReplicas retire_replicas = 11;
+     */
+    value: RetireReplicas;
+    case: "retireReplicas";
+  } | {
+    /**
+     * @generated from field: malachi.internal.v1.UpdatePolicy update_policy = 12;
+     */
+    value: UpdatePolicy;
+    case: "updatePolicy";
   } | { case: undefined; value?: undefined };
 };
 
@@ -98,6 +134,13 @@ export type Found = Message<"malachi.internal.v1.Found"> & {
    * @generated from field: bytes nonce = 5;
    */
   nonce: Uint8Array;
+
+  /**
+   * How many brokers the founding list names: what the first replication factor is derived from. 0 means 1.
+   *
+   * @generated from field: uint32 brokers = 6;
+   */
+  brokers: number;
 };
 
 /**
@@ -161,6 +204,18 @@ export type RegisterBroker = Message<"malachi.internal.v1.RegisterBroker"> & {
    * @generated from field: uint32 advertised_level = 6;
    */
   advertisedLevel: number;
+
+  /**
+   * Sorted by key.
+   *
+   * @generated from field: repeated malachi.internal.v1.Label attributes = 7;
+   */
+  attributes: Label[];
+
+  /**
+   * @generated from field: sfixed64 time = 8;
+   */
+  time: bigint;
 };
 
 /**
@@ -244,6 +299,296 @@ export const SetLevelSchema: GenMessage<SetLevel> = /*@__PURE__*/
   messageDesc(file_malachi_internal_v1_root, 6);
 
 /**
+ * Lets a broker into the cluster, before it has registered. One that is known already changes nothing.
+ *
+ * @generated from message malachi.internal.v1.AdmitBroker
+ */
+export type AdmitBroker = Message<"malachi.internal.v1.AdmitBroker"> & {
+  /**
+   * @generated from field: fixed64 id = 1;
+   */
+  id: bigint;
+
+  /**
+   * @generated from field: bytes nonce = 2;
+   */
+  nonce: Uint8Array;
+
+  /**
+   * Sorted by name.
+   *
+   * @generated from field: repeated malachi.internal.v1.Address addresses = 3;
+   */
+  addresses: Address[];
+
+  /**
+   * Sorted by key.
+   *
+   * @generated from field: repeated malachi.internal.v1.Label attributes = 4;
+   */
+  attributes: Label[];
+
+  /**
+   * @generated from field: uint32 advertised_level = 5;
+   */
+  advertisedLevel: number;
+
+  /**
+   * @generated from field: sfixed64 time = 6;
+   */
+  time: bigint;
+};
+
+/**
+ * Describes the message malachi.internal.v1.AdmitBroker.
+ * Use `create(AdmitBrokerSchema)` to create a new message.
+ */
+export const AdmitBrokerSchema: GenMessage<AdmitBroker> = /*@__PURE__*/
+  messageDesc(file_malachi_internal_v1_root, 7);
+
+/**
+ * @generated from message malachi.internal.v1.SetBrokerState
+ */
+export type SetBrokerState = Message<"malachi.internal.v1.SetBrokerState"> & {
+  /**
+   * @generated from field: fixed64 id = 1;
+   */
+  id: bigint;
+
+  /**
+   * The state version that the caller saw: a compare-and-set.
+   *
+   * @generated from field: uint64 expect_version = 2;
+   */
+  expectVersion: bigint;
+
+  /**
+   * @generated from field: malachi.internal.v1.BrokerState to = 3;
+   */
+  to: BrokerState;
+
+  /**
+   * @generated from field: bytes nonce = 4;
+   */
+  nonce: Uint8Array;
+};
+
+/**
+ * Describes the message malachi.internal.v1.SetBrokerState.
+ * Use `create(SetBrokerStateSchema)` to create a new message.
+ */
+export const SetBrokerStateSchema: GenMessage<SetBrokerState> = /*@__PURE__*/
+  messageDesc(file_malachi_internal_v1_root, 8);
+
+/**
+ * A decommissioning broker leaves for good: its id is never taken again.
+ *
+ * @generated from message malachi.internal.v1.RemoveBroker
+ */
+export type RemoveBroker = Message<"malachi.internal.v1.RemoveBroker"> & {
+  /**
+   * @generated from field: fixed64 id = 1;
+   */
+  id: bigint;
+};
+
+/**
+ * Describes the message malachi.internal.v1.RemoveBroker.
+ * Use `create(RemoveBrokerSchema)` to create a new message.
+ */
+export const RemoveBrokerSchema: GenMessage<RemoveBroker> = /*@__PURE__*/
+  messageDesc(file_malachi_internal_v1_root, 9);
+
+/**
+ * Every replica of the broker, of this generation, has answered a linearizable read under this boot: it has caught up and may vote.
+ *
+ * @generated from message malachi.internal.v1.BrokerReady
+ */
+export type BrokerReady = Message<"malachi.internal.v1.BrokerReady"> & {
+  /**
+   * @generated from field: fixed64 id = 1;
+   */
+  id: bigint;
+
+  /**
+   * @generated from field: uint64 boot = 2;
+   */
+  boot: bigint;
+
+  /**
+   * @generated from field: uint32 generation = 3;
+   */
+  generation: number;
+};
+
+/**
+ * Describes the message malachi.internal.v1.BrokerReady.
+ * Use `create(BrokerReadySchema)` to create a new message.
+ */
+export const BrokerReadySchema: GenMessage<BrokerReady> = /*@__PURE__*/
+  messageDesc(file_malachi_internal_v1_root, 10);
+
+/**
+ * The broker was away for too long: its Raft replicas give way to others, and when it comes back it joins with new ones.
+ *
+ * @generated from message malachi.internal.v1.RetireReplicas
+ */
+export type RetireReplicas = Message<"malachi.internal.v1.RetireReplicas"> & {
+  /**
+   * @generated from field: fixed64 id = 1;
+   */
+  id: bigint;
+
+  /**
+   * The generation of its replicas that the caller saw: a compare-and-set.
+   *
+   * @generated from field: uint32 expect_generation = 2;
+   */
+  expectGeneration: number;
+};
+
+/**
+ * Describes the message malachi.internal.v1.RetireReplicas.
+ * Use `create(RetireReplicasSchema)` to create a new message.
+ */
+export const RetireReplicasSchema: GenMessage<RetireReplicas> = /*@__PURE__*/
+  messageDesc(file_malachi_internal_v1_root, 11);
+
+/**
+ * Changes what is set of the policy "default", if it is at the expected version.
+ *
+ * @generated from message malachi.internal.v1.UpdatePolicy
+ */
+export type UpdatePolicy = Message<"malachi.internal.v1.UpdatePolicy"> & {
+  /**
+   * @generated from field: bytes nonce = 1;
+   */
+  nonce: Uint8Array;
+
+  /**
+   * @generated from field: uint64 expect_version = 2;
+   */
+  expectVersion: bigint;
+
+  /**
+   * @generated from field: optional uint32 replication_factor = 3;
+   */
+  replicationFactor?: number | undefined;
+
+  /**
+   * @generated from field: optional uint32 min_replicas = 4;
+   */
+  minReplicas?: number | undefined;
+
+  /**
+   * @generated from field: malachi.internal.v1.PolicyAcks acks = 5;
+   */
+  acks: PolicyAcks;
+
+  /**
+   * @generated from field: optional string spread_by = 6;
+   */
+  spreadBy?: string | undefined;
+
+  /**
+   * @generated from field: optional uint32 min_domains = 7;
+   */
+  minDomains?: number | undefined;
+
+  /**
+   * @generated from field: malachi.internal.v1.PolicyPlacement placement = 8;
+   */
+  placement: PolicyPlacement;
+
+  /**
+   * @generated from field: optional uint64 segment_max_bytes = 9;
+   */
+  segmentMaxBytes?: bigint | undefined;
+
+  /**
+   * Nanoseconds.
+   *
+   * @generated from field: optional int64 segment_max_age = 10;
+   */
+  segmentMaxAge?: bigint | undefined;
+};
+
+/**
+ * Describes the message malachi.internal.v1.UpdatePolicy.
+ * Use `create(UpdatePolicySchema)` to create a new message.
+ */
+export const UpdatePolicySchema: GenMessage<UpdatePolicy> = /*@__PURE__*/
+  messageDesc(file_malachi_internal_v1_root, 12);
+
+/**
+ * @generated from message malachi.internal.v1.PolicyRecord
+ */
+export type PolicyRecord = Message<"malachi.internal.v1.PolicyRecord"> & {
+  /**
+   * @generated from field: uint64 version = 1;
+   */
+  version: bigint;
+
+  /**
+   * @generated from field: uint32 replication_factor = 2;
+   */
+  replicationFactor: number;
+
+  /**
+   * 0: not set, it follows the quorum.
+   *
+   * @generated from field: uint32 min_replicas = 3;
+   */
+  minReplicas: number;
+
+  /**
+   * @generated from field: malachi.internal.v1.PolicyAcks acks = 4;
+   */
+  acks: PolicyAcks;
+
+  /**
+   * @generated from field: string spread_by = 5;
+   */
+  spreadBy: string;
+
+  /**
+   * @generated from field: uint32 min_domains = 6;
+   */
+  minDomains: number;
+
+  /**
+   * @generated from field: malachi.internal.v1.PolicyPlacement placement = 7;
+   */
+  placement: PolicyPlacement;
+
+  /**
+   * @generated from field: uint64 segment_max_bytes = 8;
+   */
+  segmentMaxBytes: bigint;
+
+  /**
+   * Nanoseconds.
+   *
+   * @generated from field: int64 segment_max_age = 9;
+   */
+  segmentMaxAge: bigint;
+
+  /**
+   * Oldest first.
+   *
+   * @generated from field: repeated malachi.internal.v1.AppliedUpdate updates = 10;
+   */
+  updates: AppliedUpdate[];
+};
+
+/**
+ * Describes the message malachi.internal.v1.PolicyRecord.
+ * Use `create(PolicyRecordSchema)` to create a new message.
+ */
+export const PolicyRecordSchema: GenMessage<PolicyRecord> = /*@__PURE__*/
+  messageDesc(file_malachi_internal_v1_root, 13);
+
+/**
  * @generated from message malachi.internal.v1.RootResult
  */
 export type RootResult = Message<"malachi.internal.v1.RootResult"> & {
@@ -268,7 +613,7 @@ export type RootResult = Message<"malachi.internal.v1.RootResult"> & {
  * Use `create(RootResultSchema)` to create a new message.
  */
 export const RootResultSchema: GenMessage<RootResult> = /*@__PURE__*/
-  messageDesc(file_malachi_internal_v1_root, 7);
+  messageDesc(file_malachi_internal_v1_root, 14);
 
 /**
  * @generated from message malachi.internal.v1.VnodeRecord
@@ -285,7 +630,7 @@ export type VnodeRecord = Message<"malachi.internal.v1.VnodeRecord"> & {
   arcs: HashArc[];
 
   /**
-   * The brokers that the group was started on.
+   * The broker that the group was started on. Who is a member now, the group itself knows.
    *
    * @generated from field: repeated fixed64 members = 3;
    */
@@ -302,7 +647,7 @@ export type VnodeRecord = Message<"malachi.internal.v1.VnodeRecord"> & {
  * Use `create(VnodeRecordSchema)` to create a new message.
  */
 export const VnodeRecordSchema: GenMessage<VnodeRecord> = /*@__PURE__*/
-  messageDesc(file_malachi_internal_v1_root, 8);
+  messageDesc(file_malachi_internal_v1_root, 15);
 
 /**
  * @generated from message malachi.internal.v1.BrokerRecord
@@ -337,6 +682,53 @@ export type BrokerRecord = Message<"malachi.internal.v1.BrokerRecord"> & {
    * @generated from field: uint32 advertised_level = 6;
    */
   advertisedLevel: number;
+
+  /**
+   * @generated from field: malachi.internal.v1.BrokerState state = 7;
+   */
+  state: BrokerState;
+
+  /**
+   * Rises with every change of the state.
+   *
+   * @generated from field: uint64 state_version = 8;
+   */
+  stateVersion: bigint;
+
+  /**
+   * @generated from field: bytes state_nonce = 9;
+   */
+  stateNonce: Uint8Array;
+
+  /**
+   * @generated from field: repeated malachi.internal.v1.Label attributes = 10;
+   */
+  attributes: Label[];
+
+  /**
+   * @generated from field: bytes admit_nonce = 11;
+   */
+  admitNonce: Uint8Array;
+
+  /**
+   * @generated from field: sfixed64 admit_time = 12;
+   */
+  admitTime: bigint;
+
+  /**
+   * @generated from field: sfixed64 register_time = 13;
+   */
+  registerTime: bigint;
+
+  /**
+   * @generated from field: uint32 generation = 14;
+   */
+  generation: number;
+
+  /**
+   * @generated from field: uint64 ready_boot = 15;
+   */
+  readyBoot: bigint;
 };
 
 /**
@@ -344,7 +736,7 @@ export type BrokerRecord = Message<"malachi.internal.v1.BrokerRecord"> & {
  * Use `create(BrokerRecordSchema)` to create a new message.
  */
 export const BrokerRecordSchema: GenMessage<BrokerRecord> = /*@__PURE__*/
-  messageDesc(file_malachi_internal_v1_root, 9);
+  messageDesc(file_malachi_internal_v1_root, 16);
 
 /**
  * @generated from message malachi.internal.v1.RootSnapshot
@@ -390,6 +782,20 @@ export type RootSnapshot = Message<"malachi.internal.v1.RootSnapshot"> & {
    * @generated from field: repeated malachi.internal.v1.BrokerRecord brokers = 7;
    */
   brokers: BrokerRecord[];
+
+  /**
+   * Sorted: ids that are never taken again.
+   *
+   * @generated from field: repeated fixed64 removed = 8;
+   */
+  removed: bigint[];
+
+  /**
+   * Missing while it is what a founding by one broker makes.
+   *
+   * @generated from field: malachi.internal.v1.PolicyRecord policy = 9;
+   */
+  policy?: PolicyRecord | undefined;
 };
 
 /**
@@ -397,7 +803,87 @@ export type RootSnapshot = Message<"malachi.internal.v1.RootSnapshot"> & {
  * Use `create(RootSnapshotSchema)` to create a new message.
  */
 export const RootSnapshotSchema: GenMessage<RootSnapshot> = /*@__PURE__*/
-  messageDesc(file_malachi_internal_v1_root, 10);
+  messageDesc(file_malachi_internal_v1_root, 17);
+
+/**
+ * @generated from enum malachi.internal.v1.BrokerState
+ */
+export enum BrokerState {
+  /**
+   * Active.
+   *
+   * @generated from enum value: BROKER_STATE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * @generated from enum value: BROKER_STATE_DRAINING = 1;
+   */
+  DRAINING = 1,
+
+  /**
+   * @generated from enum value: BROKER_STATE_DECOMMISSIONING = 2;
+   */
+  DECOMMISSIONING = 2,
+}
+
+/**
+ * Describes the enum malachi.internal.v1.BrokerState.
+ */
+export const BrokerStateSchema: GenEnum<BrokerState> = /*@__PURE__*/
+  enumDesc(file_malachi_internal_v1_root, 0);
+
+/**
+ * @generated from enum malachi.internal.v1.PolicyAcks
+ */
+export enum PolicyAcks {
+  /**
+   * @generated from enum value: POLICY_ACKS_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * @generated from enum value: POLICY_ACKS_QUORUM = 1;
+   */
+  QUORUM = 1,
+
+  /**
+   * @generated from enum value: POLICY_ACKS_ALL = 2;
+   */
+  ALL = 2,
+}
+
+/**
+ * Describes the enum malachi.internal.v1.PolicyAcks.
+ */
+export const PolicyAcksSchema: GenEnum<PolicyAcks> = /*@__PURE__*/
+  enumDesc(file_malachi_internal_v1_root, 1);
+
+/**
+ * @generated from enum malachi.internal.v1.PolicyPlacement
+ */
+export enum PolicyPlacement {
+  /**
+   * @generated from enum value: POLICY_PLACEMENT_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * @generated from enum value: POLICY_PLACEMENT_SOFT = 1;
+   */
+  SOFT = 1,
+
+  /**
+   * @generated from enum value: POLICY_PLACEMENT_HARD = 2;
+   */
+  HARD = 2,
+}
+
+/**
+ * Describes the enum malachi.internal.v1.PolicyPlacement.
+ */
+export const PolicyPlacementSchema: GenEnum<PolicyPlacement> = /*@__PURE__*/
+  enumDesc(file_malachi_internal_v1_root, 2);
 
 /**
  * @generated from enum malachi.internal.v1.RootOutcome
@@ -452,11 +938,16 @@ export enum RootOutcome {
    * @generated from enum value: ROOT_OUTCOME_LIMIT = 9;
    */
   LIMIT = 9,
+
+  /**
+   * @generated from enum value: ROOT_OUTCOME_REMOVED = 10;
+   */
+  REMOVED = 10,
 }
 
 /**
  * Describes the enum malachi.internal.v1.RootOutcome.
  */
 export const RootOutcomeSchema: GenEnum<RootOutcome> = /*@__PURE__*/
-  enumDesc(file_malachi_internal_v1_root, 0);
+  enumDesc(file_malachi_internal_v1_root, 3);
 

@@ -1,0 +1,5 @@
+//go:build mutate
+
+package replication
+
+const mutated = true
