@@ -16,8 +16,10 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/malachilog/malachi/e2e/inv/mutate"
 	"github.com/malachilog/malachi/services/admin"
 	"github.com/malachilog/malachi/services/controlplane"
+	"github.com/malachilog/malachi/services/controlplane/metadata"
 	"github.com/malachilog/malachi/services/coordinator"
 	"github.com/malachilog/malachi/services/fetch"
 	"github.com/malachilog/malachi/services/founding"
@@ -120,7 +122,7 @@ func (b *Broker) openFolder() (err error) {
 		Journal:     journal.Config{FileBytes: b.cfg.JournalFileBytes, MaxBytes: b.cfg.JournalMaxBytes},
 		DiskReserve: b.cfg.DiskReserve,
 		MustExist:   m.Journal,
-	}, rangelog.Deps{FS: b.fs, Logger: b.log, NewJournalID: jid, OnFailed: b.storageFailed})
+	}, rangelog.Deps{FS: b.fs, Logger: b.log, NewJournalID: jid, OnFound: b.prove, OnFailed: b.storageFailed})
 	if err != nil {
 		return err
 	}
@@ -133,6 +135,17 @@ func (b *Broker) openFolder() (err error) {
 		m.StorageFailed = "" // the recovery checkpoint is done: what is there was written again and synced
 	})
 	b.boot = m.Boot
+	return err
+}
+
+// prove notes what the journal held before this start wrote anything. After a start that was not registered it can only fall.
+func (b *Broker) prove(last uint64) error {
+	_, err := b.dir.Update(func(m *datadir.Marker) {
+		if m.Registered || mutate.On("broker.proof-grows") {
+			m.Proof = last
+		}
+		m.Proof, m.Registered = min(m.Proof, last), false
+	})
 	return err
 }
 
@@ -149,7 +162,7 @@ func (b *Broker) compose() (err error) {
 		return err
 	}
 	b.replicas = replica.New(replica.Config{Self: b.self, Boot: b.boot}, replica.Deps{
-		Store: b.store, Logger: b.log, Peers: b.net.peers,
+		Store: b.store, Logger: b.log, Peers: b.net.peers, StillOpen: b.stillOpen,
 		AskPass:         func(id storage.SegmentID, why replication.Reason) { b.coord.AskPass(id, why) },
 		SegmentMaxBytes: func() int64 { return int64(b.cp.Policy().SegmentMaxBytes) },
 	})
@@ -168,6 +181,19 @@ func (b *Broker) compose() (err error) {
 		Journal: b.store.Stats, StorageFailed: func() bool { return b.store.Failed() != nil }, DiskFull: b.store.DiskFull,
 		Disk: b.disk, Serving: func() int { return len(b.replicas.Serving()) }, Topics: b.topics, Ready: b.ready.Load,
 	})
+}
+
+// stillOpen reads the record of a segment behind everything that was decided before.
+func (b *Broker) stillOpen(ctx context.Context, topic string, id storage.SegmentID) (bool, error) {
+	t, err := b.cp.Topic(ctx, topic)
+	switch {
+	case errors.Is(err, storage.ErrTopicNotFound):
+		return false, nil
+	case err != nil:
+		return false, err
+	}
+	seg := t.Segment(id)
+	return t.UID == id.Range.Topic && seg != nil && seg.State == metadata.SegmentOpen, nil
 }
 
 // way is the path to a broker's replicas, or nil if no address of it is known.

@@ -172,7 +172,7 @@ func (b *Broker) openControlPlane(ctx context.Context) error {
 		return err
 	}
 	b.founding.Admits(admitter{b})
-	err = b.cp.Register(ctx, b.boot, b.store.Stats().LastGroup, map[string]string{
+	err = b.cp.Register(ctx, b.boot, m.Proof, map[string]string{
 		"api": b.meta.API, "ops": b.net.advertised(b.net.ops.Addr().String()), "rpc": b.meta.RPC, "gossip": b.members.Gossip(),
 	})
 	if err != nil {
@@ -183,7 +183,7 @@ func (b *Broker) openControlPlane(ctx context.Context) error {
 			return err
 		}
 	}
-	_, err = b.dir.Update(func(m *datadir.Marker) { m.Founding, m.Joining = false, false })
+	_, err = b.dir.Update(func(m *datadir.Marker) { m.Founding, m.Joining, m.Registered = false, false, true })
 	return err
 }
 

@@ -117,7 +117,8 @@ func (cl *cluster) add() *peer {
 
 // start opens the next boot as a broker does: it asks a member for admission, if it is no founder and one runs.
 func (p *peer) start() error {
-	ctx := p.cl.t.Context()
+	ctx, cancel := context.WithTimeout(p.cl.t.Context(), time.Minute)
+	defer cancel()
 	id := p.new
 	if !id.Founding {
 		for _, o := range p.cl.nodes {
@@ -448,7 +449,11 @@ func TestReplacedByCommand(t *testing.T) {
 // replicas.
 func TestReplacedAfterAbsence(t *testing.T) {
 	inv.Covers(t, "INV-M6", "INV-M8")
-	cl := three(t)
+	cl := newCluster(t).everywhere(func(c *Config) { c.ReplaceAfter = 3 * time.Second })
+	for range 3 {
+		cl.start(cl.add())
+	}
+	cl.settled(3, 0)
 	topics := map[string]storage.TopicUID{"before": cl.nodes[1].create("before").UID}
 	lost := cl.nodes[1]
 	lost.kill()

@@ -30,6 +30,7 @@ type ControlPlane struct {
 	root   *rootReplica
 	routes atomic.Pointer[routing] // from the recorded ring; replaced when it changes
 	boot   atomic.Uint64           // 0: not registered
+	opened time.Time
 	start  metadata.Nonce          // of this start of the process: a repeated Register is the same intent
 
 	changes watchers
@@ -57,8 +58,8 @@ func Open(ctx context.Context, cfg Config, id Identity, deps Deps) (*ControlPlan
 	if id.Broker == 0 || id.Cluster.IsZero() || id.Founding && id.Joining {
 		return nil, fmt.Errorf("open control plane: no broker or cluster id, or both founding and joining: %w", storage.ErrInvalid)
 	}
-	c := &ControlPlane{cfg: cfg.withDefaults(), id: id, deps: deps.withDefaults(), stopped: make(chan struct{}),
-		closed: make(chan struct{})}
+	c := &ControlPlane{cfg: cfg.withDefaults(), id: id, deps: deps.withDefaults(), opened: time.Now(),
+		stopped: make(chan struct{}), closed: make(chan struct{})}
 	c.log = c.deps.Logger
 	c.root = &rootReplica{c: c, machine: root.New(c.deps.Level)}
 	c.root.publish()
@@ -139,15 +140,25 @@ func (c *ControlPlane) openRoot(ctx context.Context) error {
 	return nil
 }
 
-// awaitRoot reads root as soon as it has a quorum: the other brokers may start later than this one, so only ctx ends the wait.
-func (c *ControlPlane) awaitRoot(ctx context.Context) (*root.State, error) {
+// awaitRoot reads root as soon as it has a quorum.
+func (c *ControlPlane) awaitRoot(ctx context.Context) (st *root.State, err error) {
+	err = c.patiently(ctx, "root", func() error {
+		st, err = c.readRoot(ctx)
+		return err
+	})
+	return st, err
+}
+
+// patiently repeats a read at the start of a broker while its group has no quorum: the other brokers may start later than this one,
+// so only ctx ends the wait.
+func (c *ControlPlane) patiently(ctx context.Context, group string, read func() error) error {
 	for warned := false; ; {
-		st, err := c.readRoot(ctx)
+		err := read()
 		if err == nil || ctx.Err() != nil || !errors.Is(err, storage.ErrUnavailable) {
-			return st, err
+			return err
 		}
 		if !warned {
-			c.log.Warn("waiting for a quorum of the root group", "err", err)
+			c.log.Warn("waiting for a quorum of a metadata group", "group", group, "err", err)
 			warned = true
 		}
 	}
@@ -263,7 +274,11 @@ func (c *ControlPlane) startVnode(ctx context.Context, st *root.State, rec root.
 		r.started.Store(true)
 		c.groups.changed(r.shard)
 	}
-	v, err := c.readVnode(ctx, r)
+	var v *metadata.View
+	err := c.patiently(ctx, fmt.Sprintf("vnode %d", rec.ID), func() (err error) {
+		v, err = c.readVnode(ctx, r)
+		return err
+	})
 	if err != nil {
 		return err
 	}

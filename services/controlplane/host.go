@@ -240,7 +240,7 @@ func (h *host) start(shard uint64, mayFound, alone bool, machine sm.CreateConcur
 	join := false
 	if !h.nh.HasNodeInfo(shard, h.replica) {
 		switch {
-		case h.joining.Load() || mutate.On("controlplane.join-over-lost-replica"):
+		case h.joining.Load() || h.joined && mutate.On("controlplane.join-over-lost-replica"):
 			join = true
 		case mayFound && !h.joined:
 			members = map[uint64]dragonboat.Target{h.replica: nodeHostID(h.id.Broker)}

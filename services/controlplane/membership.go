@@ -274,7 +274,16 @@ func (c *ControlPlane) changeMembers(ctx context.Context, shard, version uint64,
 }
 
 func (c *ControlPlane) sight() sight {
-	return sight{self: c.host.replica, alive: c.alive, absent: c.deps.Absent, replaceAfter: c.cfg.ReplaceAfter, choose: c.deps.ChooseVoters}
+	return sight{self: c.host.replica, alive: c.alive, absent: c.absent, replaceAfter: c.cfg.ReplaceAfter, choose: c.deps.ChooseVoters}
+}
+
+// absent is for how long this process has missed a broker: after a start of the whole cluster nobody is late yet, however long it
+// was down.
+func (c *ControlPlane) absent(b storage.BrokerID) time.Duration {
+	if b == c.id.Broker {
+		return 0
+	}
+	return min(c.deps.Absent(b), time.Since(c.opened))
 }
 
 func (c *ControlPlane) alive(b storage.BrokerID) bool { return b == c.id.Broker || c.deps.Alive(b) }

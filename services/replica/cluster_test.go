@@ -389,3 +389,34 @@ func TestExtend(t *testing.T) {
 		t.Errorf("%d batches below %d, %v", len(got), limit, err)
 	}
 }
+
+// TestLateOpenIsRefused: an order to open a segment that comes after it was closed and dropped makes no replica.
+func TestLateOpenIsRefused(t *testing.T) {
+	inv.Covers(t, "INV-S5", "INV-S8")
+	clock := time.Unix(1_700_000_000, 0)
+	s := service(t, 1, &clock)
+	open := true
+	s.deps.StillOpen = func(_ context.Context, topic string, of storage.SegmentID) (bool, error) {
+		if topic != "t" || of != id {
+			t.Errorf("asked for %s of %q", of, topic)
+		}
+		return open, nil
+	}
+	o := Open{Header: header(t, clock), Set: []storage.BrokerID{2, 1}, Quorum: 1, Boot: 1}
+	if err := s.Open(t.Context(), o); err != nil {
+		t.Fatal(err)
+	}
+	open = false
+	if _, err := s.Fence(t.Context(), id, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Drop(t.Context(), id); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Open(t.Context(), o); !errors.Is(err, storage.ErrSealed) {
+		t.Fatalf("a late order: %v", err)
+	}
+	if _, err := s.deps.Store.Info(id); !errors.Is(err, storage.ErrUnknownSegment) {
+		t.Errorf("it made a replica: %v", err)
+	}
+}

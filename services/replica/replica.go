@@ -15,6 +15,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/malachilog/malachi/e2e/inv/mutate"
 	"github.com/malachilog/malachi/services/rpc"
 	"github.com/malachilog/malachi/storage"
 	"github.com/malachilog/malachi/storage/rangelog"
@@ -65,6 +66,8 @@ type Deps struct {
 	Logger *slog.Logger
 	// Peers is the way to the other brokers.
 	Peers *rpc.Peers
+	// StillOpen asks the topic's metadata, by a linearizable read, whether the record says that a segment is open. Nil: it is (tests).
+	StillOpen func(ctx context.Context, topic string, id storage.SegmentID) (bool, error)
 	// AskPass asks the coordinator of a segment for a pass. It must not block. Nil: nobody is asked.
 	AskPass func(id storage.SegmentID, why replication.Reason)
 	// SegmentMaxBytes is when a segment asks to be closed; at twice that it takes no more. Nil or 0: never.
@@ -198,6 +201,9 @@ func (s *Service) Open(ctx context.Context, o Open) error {
 			return fmt.Errorf("open replica %s: %w", h.ID, err)
 		}
 	}
+	if err := s.mayCreate(ctx, &h); err != nil {
+		return fmt.Errorf("open replica %s: %w", h.ID, err)
+	}
 	done := make(chan error, 1)
 	if err := s.deps.Store.Create(o.Header, func(err error) { done <- err }); err != nil {
 		return err
@@ -227,6 +233,19 @@ func (s *Service) Open(ctx context.Context, o Open) error {
 		s.primaries[h.ID] = p
 	}
 	return nil
+}
+
+// mayCreate refuses to make a replica of a segment that the record does not call open (any more). A segment that was closed and dropped has no
+// fence left here; an order to open it that comes late must not bring it back to life.
+func (s *Service) mayCreate(ctx context.Context, h *segment.Header) error {
+	if _, err := s.deps.Store.Info(h.ID); err == nil || s.deps.StillOpen == nil || mutate.On("replica.open-without-record") {
+		return nil
+	}
+	open, err := s.deps.StillOpen(ctx, h.Topic, h.ID)
+	if err == nil && !open {
+		err = storage.ErrSealed
+	}
+	return err
 }
 
 func (s *Service) primary(id storage.SegmentID) *primary {

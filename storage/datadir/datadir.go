@@ -44,6 +44,10 @@ type Marker struct {
 	Founding bool `json:"founding"`
 	// Joining: the cluster has admitted this broker, and no start has come as far as being registered there.
 	Joining bool `json:"joining,omitempty"`
+	// Registered: the newest boot was accepted by the cluster. Proof is the newest journal group that was here before a start wrote anything
+	// itself: a disk that was refused must not grow, start by start, into what it claims to be.
+	Registered bool   `json:"registered,omitempty"`
+	Proof      uint64 `json:"proof,omitempty"`
 	// StorageFailed is why writing ended, until an operator or a completed recovery clears it.
 	StorageFailed string `json:"storage_failed,omitempty"`
 }

@@ -40,6 +40,11 @@ func Open(cfg Config, deps Deps) (*Store, error) {
 		return nil, fmt.Errorf("open journal: %w", err)
 	}
 	s.j = j
+	if deps.OnFound != nil {
+		if err := deps.OnFound(found.Last); err != nil {
+			return nil, errors.Join(fmt.Errorf("recover: %w", err), s.Close())
+		}
+	}
 	if err := s.replay(found); err != nil {
 		return nil, errors.Join(fmt.Errorf("recover: %w", err), s.Close())
 	}

@@ -48,6 +48,9 @@ type Deps struct {
 	Logger *slog.Logger
 	// NewJournalID is used if the directory has no journal yet.
 	NewJournalID journal.ID
+	// OnFound, if not nil, is told the newest group that the journal holds, before the recovery writes anything: what this disk can prove. An
+	// error of it ends the opening.
+	OnFound func(last uint64) error
 	// OnFailed, if not nil, is called once when the first write or sync fails.
 	OnFailed func(error)
 }

@@ -268,48 +268,9 @@ func drawCommand(t *rapid.T) Command {
 func TestReplicasAgree(t *testing.T) {
 	inv.Covers(t, "INV-M1", "INV-M12", "INV-D9")
 	tally := map[string]int{}
-	rapid.Check(t, func(t *rapid.T) {
-		a, b, c, twice := New(9), New(9), New(9), New(9)
-		var done []Command
-		for i := range rapid.IntRange(1, 30).Draw(t, "steps") {
-			cmd := drawCommand(t)
-			if i == 0 {
-				cmd = founding(3)
-			}
-			before := a.State()
-			ra := apply(t, a, cmd)
-			state := snapshot(t, a)
-			tally[fmt.Sprintf("%T %d", cmd, ra.Outcome)]++
-			if rb := apply(t, b, cmd); ra != rb || !bytes.Equal(state, snapshot(t, b)) {
-				t.Fatalf("two replicas differ after %T", cmd)
-			}
-			if rapid.IntRange(0, 4).Draw(t, "restore") == 0 {
-				snap := snapshot(t, c)
-				c = New(9)
-				if err := c.Restore(bytes.NewReader(snap)); err != nil {
-					t.Fatalf("restore: %v", err)
-				}
-			}
-			if rc := apply(t, c, cmd); ra != rc || !bytes.Equal(state, snapshot(t, c)) {
-				t.Fatalf("a restored replica differs after %T", cmd)
-			}
-			first, second := apply(t, twice, cmd), apply(t, twice, cmd)
-			if ra.Outcome != first.Outcome || !bytes.Equal(state, snapshot(t, twice)) ||
-				first.Outcome == OutcomeOK && (second.Outcome != OutcomeOK || !second.Already) {
-				t.Fatalf("%T applied twice: %+v, %+v, %+v", cmd, ra, first, second)
-			}
-			if ra.Outcome == OutcomeOK {
-				done = append(done, cmd)
-			}
-			if len(done) > 0 {
-				old := done[rapid.IntRange(0, len(done)-1).Draw(t, "late")]
-				if apply(t, twice, old); !bytes.Equal(state, snapshot(t, twice)) {
-					t.Fatalf("a late copy of %T changed the state", old)
-				}
-			}
-			neverFalls(t, before, a.State())
-		}
-	})
+	for range 15 {
+		rapid.Check(t, func(t *rapid.T) { replicasAgree(t, tally) })
+	}
 	t.Logf("branches: %v", tally)
 	for _, branch := range []string{"*root.Found 1", "*root.Found 3", "*root.ConfirmVnode 1", "*root.RegisterBroker 1", "*root.RegisterBroker 4",
 		"*root.RefreshBroker 1", "*root.RefreshBroker 6", "*root.SetLevel 1", "*root.SetLevel 7", "*root.AdmitBroker 1",
@@ -318,6 +279,49 @@ func TestReplicasAgree(t *testing.T) {
 		if tally[branch] == 0 {
 			t.Errorf("the random commands never reached %q", branch)
 		}
+	}
+}
+
+func replicasAgree(t *rapid.T, tally map[string]int) {
+	a, b, c, twice := New(9), New(9), New(9), New(9)
+	var done []Command
+	for i := range rapid.IntRange(1, 30).Draw(t, "steps") {
+		cmd := drawCommand(t)
+		if i == 0 {
+			cmd = founding(3)
+		}
+		before := a.State()
+		ra := apply(t, a, cmd)
+		state := snapshot(t, a)
+		tally[fmt.Sprintf("%T %d", cmd, ra.Outcome)]++
+		if rb := apply(t, b, cmd); ra != rb || !bytes.Equal(state, snapshot(t, b)) {
+			t.Fatalf("two replicas differ after %T", cmd)
+		}
+		if rapid.IntRange(0, 4).Draw(t, "restore") == 0 {
+			snap := snapshot(t, c)
+			c = New(9)
+			if err := c.Restore(bytes.NewReader(snap)); err != nil {
+				t.Fatalf("restore: %v", err)
+			}
+		}
+		if rc := apply(t, c, cmd); ra != rc || !bytes.Equal(state, snapshot(t, c)) {
+			t.Fatalf("a restored replica differs after %T", cmd)
+		}
+		first, second := apply(t, twice, cmd), apply(t, twice, cmd)
+		if ra.Outcome != first.Outcome || !bytes.Equal(state, snapshot(t, twice)) ||
+			first.Outcome == OutcomeOK && (second.Outcome != OutcomeOK || !second.Already) {
+			t.Fatalf("%T applied twice: %+v, %+v, %+v", cmd, ra, first, second)
+		}
+		if ra.Outcome == OutcomeOK {
+			done = append(done, cmd)
+		}
+		if len(done) > 0 {
+			old := done[rapid.IntRange(0, len(done)-1).Draw(t, "late")]
+			if apply(t, twice, old); !bytes.Equal(state, snapshot(t, twice)) {
+				t.Fatalf("a late copy of %T changed the state", old)
+			}
+		}
+		neverFalls(t, before, a.State())
 	}
 }
 
