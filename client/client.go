@@ -189,8 +189,11 @@ type Client struct {
 	bufs    sync.Pool // *pending
 	closed  atomic.Bool
 
+	dial func(base string) server
+
 	mu     sync.Mutex
 	topics map[string]*topic
+	others map[string]*server // that brokers have named, by base URL
 }
 
 // New makes a client. It does no I/O: whether the servers answer shows at the first call.
@@ -206,7 +209,7 @@ func New(cfg Config) (*Client, error) {
 	}
 	ctx, abort := context.WithCancel(context.Background())
 	c := &Client{
-		cfg: cfg, codec: compression, abort: abort, close: func() {}, topics: map[string]*topic{},
+		cfg: cfg, codec: compression, abort: abort, close: func() {}, topics: map[string]*topic{}, others: map[string]*server{},
 		bytes: semaphore.NewWeighted(int64(cfg.MaxBufferedBytes)), records: semaphore.NewWeighted(int64(cfg.MaxBufferedRecords)),
 		bufs: sync.Pool{New: func() any { return new(pending) }},
 	}
@@ -221,15 +224,37 @@ func New(cfg Config) (*Client, error) {
 		connecthttp.WithCompressors(), // payloads are compressed already, or not worth it
 		connecthttp.WithReadMaxBytes(2*storage.MaxBatchBytes + 1<<20),
 	}
-	for _, base := range cfg.Servers {
+	c.dial = func(base string) server {
 		conn := connect.NewClient(connecthttp.NewTransport(hc, strings.TrimRight(base, "/"), options...))
-		c.servers = append(c.servers, server{
+		return server{
 			produce: malachiv1connect.NewProduceServiceClient(conn),
 			fetch:   malachiv1connect.NewFetchServiceClient(conn),
 			admin:   malachiv1connect.NewAdminServiceClient(conn),
-		})
+		}
+	}
+	for _, base := range cfg.Servers {
+		c.servers = append(c.servers, c.dial(base))
 	}
 	return c, nil
+}
+
+// maxNamed bounds the servers that brokers have named.
+const maxNamed = 256
+
+// named gives the server of a base URL that a broker has told of, or nil if it is none.
+func (c *Client) named(base string) *server {
+	if !strings.HasPrefix(base, "http://") && !strings.HasPrefix(base, "https://") {
+		return nil
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	s := c.others[base]
+	if s == nil && len(c.others) < maxNamed {
+		d := c.dial(base)
+		s = &d
+		c.others[base] = s
+	}
+	return s
 }
 
 // ownTransport speaks HTTP/1.1 only: for unary calls with large bodies it is about twice as fast as HTTP/2.

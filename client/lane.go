@@ -49,6 +49,7 @@ type lane struct {
 	kick     chan struct{} // wakes a lingering goroutine
 	scratch  scratch
 	outgoing malachiv1.ProduceRequest // of the goroutine
+	near     *server                  // of the goroutine: the one that serves the lane's range, if a broker has said so
 }
 
 func newLane(t *topic, index uint32, keyless bool) *lane {
@@ -273,8 +274,11 @@ func (l *lane) send(ctx context.Context, p *pending) Result {
 	pause := c.backoff()
 	unknown := false // some attempt may have been written
 	for {
-		at := c.at.Load()
-		r, e := l.attempt(ctx, c.server(l.index), len(p.entries))
+		at, to := c.at.Load(), l.near
+		if to == nil {
+			to = c.server(l.index)
+		}
+		r, e := l.attempt(ctx, to, len(p.entries))
 		if e == nil {
 			return r
 		}
@@ -283,7 +287,9 @@ func (l *lane) send(ctx context.Context, p *pending) Result {
 		if !e.retryable() {
 			return Result{Err: e}
 		}
-		if e.local {
+		if near := l.near; near != nil {
+			l.near = nil // the others know who serves it now
+		} else if e.local {
 			c.moveOn(at)
 		}
 		if !pause.wait(ctx, e.RetryDelay, deadline) {
@@ -312,6 +318,9 @@ func (l *lane) attempt(ctx context.Context, s *server, records int) (Result, *Er
 	}
 	if int(r.GetRecordCount()) != records || r.GetIndex() != 0 {
 		return Result{}, strange("result speaks for %d records at batch %d, sent were %d", r.GetRecordCount(), r.GetIndex(), records)
+	}
+	if r.GetServer() != "" {
+		l.near = l.topic.client.named(r.GetServer())
 	}
 	out := Result{Duplicate: r.GetDuplicate()}
 	if r.GetAppendTime() != nil {

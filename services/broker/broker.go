@@ -171,7 +171,7 @@ func (b *Broker) compose() (err error) {
 	})
 	router := replica.NewRouter(b.replicas)
 	b.services = rpc.Services{
-		Produce: produce.New(produce.Deps{Self: b.self, Topics: b.cp, Heads: b.coord, Primary: router, Observe: b.telemetry.Produced}),
+		Produce: produce.New(produce.Deps{Self: b.self, Topics: b.cp, Heads: b.coord, Primary: router, API: b.apiOf, Observe: b.telemetry.Produced}),
 		Fetch: fetch.New(fetch.Deps{
 			Topics: b.cp, Replicas: router, Blocked: b.coord.Blocked, Closing: b.closing, Observe: b.telemetry.Fetched,
 		}),
@@ -181,6 +181,15 @@ func (b *Broker) compose() (err error) {
 		Journal: b.store.Stats, StorageFailed: func() bool { return b.store.Failed() != nil }, DiskFull: b.store.DiskFull,
 		Disk: b.disk, Serving: func() int { return len(b.replicas.Serving()) }, Topics: b.topics, Ready: b.ready.Load,
 	})
+}
+
+// apiOf is the base URL of a broker's API, or nothing if it is not known.
+func (b *Broker) apiOf(id storage.BrokerID) string {
+	rec, ok := b.cp.State().Broker(id)
+	if !ok || rec.Addresses["api"] == "" {
+		return ""
+	}
+	return b.net.scheme() + "://" + rec.Addresses["api"]
 }
 
 // stillOpen reads the record of a segment behind everything that was decided before.

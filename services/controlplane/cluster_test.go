@@ -460,12 +460,14 @@ func TestReplacedAfterAbsence(t *testing.T) {
 	cl.set(func() { cl.away[lost.id] = time.Hour }) // with nobody to take over, nothing happens
 	fourth := cl.add()
 	cl.start(fourth)
-	cl.settled(3, 1) // the fourth votes; of the lost one a new replica is expected
-	for _, g := range cl.nodes[0].cp.Groups() {
-		if slices.Contains(g.Voters, lost.id) {
-			t.Fatalf("%+v", g)
-		}
-	}
+	last := ""
+	within(t, 30*time.Second, func() bool { // the fourth votes, and the lost one does not
+		return !slices.ContainsFunc(cl.nodes[0].cp.Groups(), func(g GroupStatus) bool {
+			last = fmt.Sprintf("%+v", g)
+			return slices.Contains(g.Voters, lost.id) || len(g.Voters) != 3
+		})
+	}, func() string { return last })
+	cl.settled(3, 1) // of the lost one a new replica is expected
 	if b, _ := cl.nodes[0].cp.State().Broker(lost.id); b.Generation != 1 {
 		t.Fatalf("%+v", b)
 	}
@@ -479,6 +481,37 @@ func TestReplacedAfterAbsence(t *testing.T) {
 	cl.nodes = []*peer{lost}
 	cl.start(lost)
 	cl.nodes = asked
+	cl.agree(topics)
+}
+
+// TestRetiredWhileRunning: a broker that the others have not seen for too long, though it runs, learns of it, stops, and comes back.
+func TestRetiredWhileRunning(t *testing.T) {
+	cl := newCluster(t).everywhere(func(c *Config) { c.ReplaceAfter = time.Second })
+	for range 4 {
+		cl.start(cl.add())
+	}
+	cl.settled(3, 1)
+	i := slices.IndexFunc(cl.nodes, func(p *peer) bool {
+		return p.id != cl.nodes[0].id && slices.Contains(cl.nodes[0].cp.Groups()[0].Voters, p.id)
+	})
+	unseen := cl.nodes[i]
+	topics := map[string]storage.TopicUID{"before": unseen.create("before").UID}
+	cl.set(func() { cl.away[unseen.id], cl.dead[unseen.id] = time.Hour, true })
+	select {
+	case err := <-unseen.ran:
+		if !errors.Is(err, ErrRetired) {
+			t.Fatalf("Run: %v", err)
+		}
+		unseen.ran <- err
+	case <-time.After(30 * time.Second):
+		t.Fatalf("it runs on: %+v", unseen.cp.Groups())
+	}
+	if _, err := unseen.cp.CreateTopic(t.Context(), NewTopic{Name: "x"}); !errors.Is(err, ErrRetired) {
+		t.Fatalf("a retired broker answers: %v", err)
+	}
+	unseen.kill()
+	cl.start(unseen)
+	cl.settled(3, 1)
 	cl.agree(topics)
 }
 

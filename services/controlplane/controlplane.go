@@ -31,7 +31,7 @@ type ControlPlane struct {
 	routes atomic.Pointer[routing] // from the recorded ring; replaced when it changes
 	boot   atomic.Uint64           // 0: not registered
 	opened time.Time
-	start  metadata.Nonce          // of this start of the process: a repeated Register is the same intent
+	start  metadata.Nonce // of this start of the process: a repeated Register is the same intent
 
 	changes watchers
 	roots   signal // a token after each change of root's state

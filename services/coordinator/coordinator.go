@@ -377,7 +377,7 @@ func (c *Coordinator) startPass(ctx context.Context, id storage.SegmentID, why r
 	started := c.spawn(func(ctx context.Context) {
 		defer end()
 		defer func() { <-c.slots }()
-		ctx, cancel := context.WithTimeout(ctx, 30*time.Second) // a blocked one begins anew at the next look
+		ctx, cancel := context.WithTimeout(ctx, 2*time.Minute) // a blocked one begins anew at the next look
 		defer cancel()
 		if err := c.pass(ctx, id, why); err != nil && c.ctx.Err() == nil {
 			c.log.Warn("segment could not be closed", "segment", id.String(), "reason", string(why), "error", err)

@@ -22,6 +22,8 @@ const (
 	drainPatience  = 1500 * time.Millisecond
 	fencePatience  = 10 * time.Second // a restarted replica reads its file before its first vote
 	extendPatience = time.Minute
+	// morePatience is how long a pass waits for a quorum of the set to answer before it goes on with fewer.
+	morePatience = 30 * time.Second
 )
 
 var sealReasons = map[replication.Reason]metadata.SealReason{
@@ -75,6 +77,7 @@ func (c *Coordinator) runPass(ctx context.Context, id storage.SegmentID, why rep
 		events: make(chan func() []replication.Order, 4*len(seg.Replicas)),
 	}
 	defer c.setBlocked(id.Range, "")
+	p.machine.WaitForMore()
 	orders := p.machine.Begin()
 	for {
 		for _, o := range orders {
@@ -119,7 +122,12 @@ func (p *passRun) carryOut(ctx context.Context, o replication.Order) (done bool,
 	}
 	p.pending++
 	if !p.c.spawn(func(context.Context) {
-		event := p.ask(ctx, o)
+		event := p.machine.More
+		if o.Kind == replication.OrderMore {
+			p.awaitMore(ctx)
+		} else {
+			event = p.ask(ctx, o)
+		}
 		select {
 		case p.events <- event:
 		case <-ctx.Done():
@@ -128,6 +136,29 @@ func (p *passRun) carryOut(ctx context.Context, o replication.Order) (done bool,
 		return true, storage.ErrClosed
 	}
 	return false, nil
+}
+
+// awaitMore returns when as many of the set answer as an acknowledgement needs, or after a while.
+func (p *passRun) awaitMore(ctx context.Context) {
+	p.c.setBlocked(p.seg.ID.Range, fmt.Sprintf("fewer than %d of its replicas answer: waiting up to %v for more", p.seg.Quorum, morePatience))
+	ctx, cancel := context.WithTimeout(ctx, morePatience)
+	defer cancel()
+	for ctx.Err() == nil {
+		pause(ctx, passRetry)
+		there := 0
+		for _, b := range p.seg.Replicas {
+			if w, err := p.c.way(b); err == nil {
+				call, cancel := context.WithTimeout(ctx, askPatience)
+				if _, err := w.Ask(call, p.seg.ID); err == nil {
+					there++
+				}
+				cancel()
+			}
+		}
+		if there >= p.seg.Quorum {
+			return
+		}
+	}
 }
 
 func (p *passRun) event(f func() []replication.Order) {

@@ -24,8 +24,9 @@ type item struct {
 	whole   *item
 
 	// Of the goroutine that submits.
-	tried storage.SegmentID  // where it was submitted last
-	moved *storage.SegmentID // the segment that refused it after it was submitted there
+	tried   storage.SegmentID  // where it was submitted last
+	primary storage.BrokerID   // of that segment
+	moved   *storage.SegmentID // the segment that refused it after it was submitted there
 
 	// Guarded by call.mu from the first submit on.
 	parts    int // answers outstanding
@@ -186,7 +187,7 @@ func (c *call) wait(ctx context.Context, submit func(*item)) {
 }
 
 // response is the answer; the call itself fails only if nothing was tried.
-func (c *call) response(observe func(records, bytes int, outcome string)) (*v1.ProduceResponse, error) {
+func (c *call) response(observe func(records, bytes int, outcome string), near func(*item) string) (*v1.ProduceResponse, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	out := &v1.ProduceResponse{Results: make([]*v1.ProduceResult, 0, len(c.items))}
@@ -200,7 +201,7 @@ func (c *call) response(observe func(records, bytes int, outcome string)) (*v1.P
 			r.Error.Detail.OutcomeUnknown = r.Error.Detail.OutcomeUnknown || it.appended
 			outcome = r.Error.Detail.Reason.String()
 		} else {
-			r.AppendTime = rpc.Timestamp(it.at)
+			r.AppendTime, r.Server = rpc.Timestamp(it.at), near(it)
 		}
 		tried = tried || it.appended
 		if observe != nil {

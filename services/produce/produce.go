@@ -50,7 +50,9 @@ type Deps struct {
 	Topics  Topics
 	Heads   Heads
 	Primary Primary
-	Now     func() time.Time
+	// API returns the base URL of another broker's API, or nothing. Nil: nobody is told of other brokers.
+	API func(storage.BrokerID) string
+	Now func() time.Time
 	// Observe, if not nil, is called per batch with its records, bytes and outcome ("ok" or a Reason).
 	Observe func(records, bytes int, outcome string)
 }
@@ -96,7 +98,7 @@ func (s *Service) Produce(ctx context.Context, req *v1.ProduceRequest) (*v1.Prod
 		s.submit(ctx, t.UID, c, it)
 	}
 	c.wait(ctx, func(it *item) { s.submit(ctx, t.UID, c, it) })
-	return c.response(s.deps.Observe)
+	return c.response(s.deps.Observe, s.near)
 }
 
 func (s *Service) topic(ctx context.Context, name string) (*metadata.Topic, error) {
@@ -217,6 +219,14 @@ func badRecord(i int, err error) error {
 	return &rpc.Error{Reason: v1.Reason_INVALID_RECORD, Text: fmt.Sprintf("record %d", i), Cause: err}
 }
 
+// near is the base URL under which a batch would have saved a hop, or nothing.
+func (s *Service) near(it *item) string {
+	if s.deps.API == nil || it.primary == 0 || it.primary == s.deps.Self {
+		return ""
+	}
+	return s.deps.API(it.primary)
+}
+
 // submit hands one batch to the range that owns it, cut into parts if it straddles ranges. It returns when the batch is queued at the primary of
 // the range's head, or refused for good: a refusal that comes later is submitted again by the call's own goroutine.
 func (s *Service) submit(ctx context.Context, uid storage.TopicUID, c *call, it *item) {
@@ -280,7 +290,7 @@ func (s *Service) hand(ctx context.Context, head *metadata.Segment, c *call, it 
 	if head.Primary() != s.deps.Self {
 		c.settle(ctx, head.ID.Range)
 	}
-	it.moved, it.tried = nil, head.ID
+	it.moved, it.tried, it.primary = nil, head.ID, head.Primary()
 	if c.waits(it, head.ID.Range) {
 		return nil
 	}

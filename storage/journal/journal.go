@@ -508,11 +508,15 @@ func (j *Journal) Applied(g Group) {
 	j.mu.Unlock()
 }
 
-// CheckpointDue reports whether half the cap is in use.
+// checkpointFiles is how many full files make a checkpoint due, if that is less than half the cap: the fewer files go round, the sooner new ones,
+// which must be written in full before they are of use, are needed no more.
+const checkpointFiles = 3
+
+// CheckpointDue reports whether half the cap is in use, or a few files.
 func (j *Journal) CheckpointDue() bool {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	return j.usedBytes() >= j.cfg.MaxBytes/2
+	return j.usedBytes() >= min(j.cfg.MaxBytes/2, checkpointFiles*j.cfg.FileBytes)
 }
 
 // Checkpoint queues a note; when it is durable, the files that hold only groups before n.From are recycled and done is called. The

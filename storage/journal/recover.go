@@ -456,6 +456,14 @@ func (j *Journal) fill(name string) (err error) {
 		if pos == 0 {
 			clear(chunk[:blockSize])
 		}
+		if next := pos + int64(len(chunk)); next%fillStep == 0 && next < j.cfg.FileBytes {
+			if err := f.Sync(); err != nil {
+				return err
+			}
+		}
 	}
 	return f.Sync()
 }
+
+// fillStep is how much of a new file is written before it is synced: barriers of the groups wait behind no more than that.
+const fillStep = 4 << 20

@@ -238,47 +238,9 @@ func rangeOfCommand(cmd Command) storage.RangeID {
 func TestReplicasAgree(t *testing.T) {
 	inv.Covers(t, "INV-M1", "INV-M12", "INV-D4", "INV-S4", "INV-C6")
 	tally := map[string]int{}
-	rapid.Check(t, func(t *rapid.T) {
-		a, b, c, twice := New(1), New(1), New(1), New(1)
-		for _, m := range []*Machine{a, b, c, twice} {
-			applyTo(t, m, initCommand(everything))
-		}
-		w := &world{t: t, m: a}
-		seen := &history{seals: map[storage.SegmentID]*Segment{}, versions: map[storage.TopicUID]*Topic{}}
-		var done []Command
-		for range rapid.IntRange(1, 60).Draw(t, "steps") {
-			cmd := w.command()
-			ra := applyTo(t, a, cmd)
-			tally[branch(cmd, ra)]++
-			want := bytesOf(t, a)
-			if rb := applyTo(t, b, cmd); !reflect.DeepEqual(ra, rb) || !bytes.Equal(want, bytesOf(t, b)) {
-				t.Fatalf("two replicas differ after %T: %+v, %+v", cmd, ra, rb)
-			}
-			if rapid.IntRange(0, 4).Draw(t, "restore") == 0 {
-				c = restored(t, c)
-			}
-			if rc := applyTo(t, c, cmd); !reflect.DeepEqual(ra, rc) || !bytes.Equal(want, bytesOf(t, c)) {
-				t.Fatalf("a restored replica differs after %T: %+v, %+v", cmd, ra, rc)
-			}
-			first, second := applyTo(t, twice, cmd), applyTo(t, twice, cmd)
-			if !reflect.DeepEqual(ra, first) || !bytes.Equal(want, bytesOf(t, twice)) {
-				t.Fatalf("%T applied twice makes another state: %+v, %+v, %+v", cmd, ra, first, second)
-			}
-			if first.Outcome == OutcomeOK && (second.Outcome != OutcomeOK || !second.Already || !reflect.DeepEqual(first.Segment, second.Segment)) {
-				t.Fatalf("%T: the first copy answers %+v, the second %+v", cmd, first, second)
-			}
-			if ra.Outcome == OutcomeOK {
-				done = append(done, cmd)
-			}
-			if len(done) > 0 {
-				old := done[rapid.IntRange(0, len(done)-1).Draw(t, "late")]
-				if r := applyTo(t, twice, old); !bytes.Equal(want, bytesOf(t, twice)) {
-					t.Fatalf("a late copy of %T changed the state: %+v", old, r)
-				}
-			}
-			seen.check(t, a.View())
-		}
-	})
+	for range 4 {
+		rapid.Check(t, func(t *rapid.T) { replicasAgree(t, tally) })
+	}
 	t.Logf("branches: %v", tally)
 	for _, want := range []string{"*metadata.CreateTopic 1", "*metadata.CreateTopic 3", "*metadata.UpdateTopic 1", "*metadata.UpdateTopic 4",
 		"*metadata.DeleteTopic 1", "*metadata.ForgetTopic 1", "*metadata.OpenSegment 1", "*metadata.OpenSegment 4",
@@ -288,6 +250,48 @@ func TestReplicasAgree(t *testing.T) {
 		if tally[want] == 0 {
 			t.Errorf("the random commands never reached %q", want)
 		}
+	}
+}
+
+func replicasAgree(t *rapid.T, tally map[string]int) {
+	a, b, c, twice := New(1), New(1), New(1), New(1)
+	for _, m := range []*Machine{a, b, c, twice} {
+		applyTo(t, m, initCommand(everything))
+	}
+	w := &world{t: t, m: a}
+	seen := &history{seals: map[storage.SegmentID]*Segment{}, versions: map[storage.TopicUID]*Topic{}}
+	var done []Command
+	for range rapid.IntRange(1, 60).Draw(t, "steps") {
+		cmd := w.command()
+		ra := applyTo(t, a, cmd)
+		tally[branch(cmd, ra)]++
+		want := bytesOf(t, a)
+		if rb := applyTo(t, b, cmd); !reflect.DeepEqual(ra, rb) || !bytes.Equal(want, bytesOf(t, b)) {
+			t.Fatalf("two replicas differ after %T: %+v, %+v", cmd, ra, rb)
+		}
+		if rapid.IntRange(0, 4).Draw(t, "restore") == 0 {
+			c = restored(t, c)
+		}
+		if rc := applyTo(t, c, cmd); !reflect.DeepEqual(ra, rc) || !bytes.Equal(want, bytesOf(t, c)) {
+			t.Fatalf("a restored replica differs after %T: %+v, %+v", cmd, ra, rc)
+		}
+		first, second := applyTo(t, twice, cmd), applyTo(t, twice, cmd)
+		if !reflect.DeepEqual(ra, first) || !bytes.Equal(want, bytesOf(t, twice)) {
+			t.Fatalf("%T applied twice makes another state: %+v, %+v, %+v", cmd, ra, first, second)
+		}
+		if first.Outcome == OutcomeOK && (second.Outcome != OutcomeOK || !second.Already || !reflect.DeepEqual(first.Segment, second.Segment)) {
+			t.Fatalf("%T: the first copy answers %+v, the second %+v", cmd, first, second)
+		}
+		if ra.Outcome == OutcomeOK {
+			done = append(done, cmd)
+		}
+		if len(done) > 0 {
+			old := done[rapid.IntRange(0, len(done)-1).Draw(t, "late")]
+			if r := applyTo(t, twice, old); !bytes.Equal(want, bytesOf(t, twice)) {
+				t.Fatalf("a late copy of %T changed the state: %+v", old, r)
+			}
+		}
+		seen.check(t, a.View())
 	}
 }
 

@@ -143,7 +143,9 @@ type ProduceResult struct {
 	// The append time given by the primary.
 	AppendTime *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=append_time,json=appendTime,proto3" json:"append_time,omitempty"`
 	// This was a resend of what is in the log already.
-	Duplicate     bool `protobuf:"varint,6,opt,name=duplicate,proto3" json:"duplicate,omitempty"`
+	Duplicate bool `protobuf:"varint,6,opt,name=duplicate,proto3" json:"duplicate,omitempty"`
+	// Base URL of the broker that serves this range, if that is another one than was asked: going there saves a hop. Advisory.
+	Server        string `protobuf:"bytes,7,opt,name=server,proto3" json:"server,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -218,6 +220,13 @@ func (x *ProduceResult) GetDuplicate() bool {
 		return x.Duplicate
 	}
 	return false
+}
+
+func (x *ProduceResult) GetServer() string {
+	if x != nil {
+		return x.Server
+	}
+	return ""
 }
 
 type ProduceError struct {
@@ -496,7 +505,7 @@ const file_malachi_v1_produce_proto_rawDesc = "" +
 	"\arecords\x18\x02 \x03(\v2\x12.malachi.v1.RecordR\arecords\x12\x18\n" +
 	"\abatches\x18\x03 \x03(\fR\abatches\"F\n" +
 	"\x0fProduceResponse\x123\n" +
-	"\aresults\x18\x01 \x03(\v2\x19.malachi.v1.ProduceResultR\aresults\"\xfa\x01\n" +
+	"\aresults\x18\x01 \x03(\v2\x19.malachi.v1.ProduceResultR\aresults\"\x92\x02\n" +
 	"\rProduceResult\x12!\n" +
 	"\frecord_count\x18\x01 \x01(\x05R\vrecordCount\x12\x14\n" +
 	"\x05index\x18\x02 \x01(\x05R\x05index\x12%\n" +
@@ -504,7 +513,8 @@ const file_malachi_v1_produce_proto_rawDesc = "" +
 	"\x05error\x18\x04 \x01(\v2\x18.malachi.v1.ProduceErrorR\x05error\x12;\n" +
 	"\vappend_time\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\n" +
 	"appendTime\x12\x1c\n" +
-	"\tduplicate\x18\x06 \x01(\bR\tduplicate\"m\n" +
+	"\tduplicate\x18\x06 \x01(\bR\tduplicate\x12\x16\n" +
+	"\x06server\x18\a \x01(\tR\x06server\"m\n" +
 	"\fProduceError\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\tR\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12/\n" +
