@@ -62,7 +62,7 @@ func newRoot(std streams) *cobra.Command {
 	root.SetErr(std.err)
 	root.SetFlagErrorFunc(flagError)
 	root.PersistentFlags().String("server", "", "base URL or host:port of a broker (default $MALACHI_SERVER, else "+defaultServer+")")
-	root.AddCommand(newDev(std), newServer(std), newTopic(std), newProduce(std), newConsume(std), newSegment(std), newBench(std), newVersion(std))
+	root.AddCommand(newDev(std), newServer(std), newTopic(std), newProduce(std), newConsume(std), newSegment(std), newPolicy(std), newCluster(std), newBroker(std), newRange(std), newBench(std), newVersion(std))
 	root.InitDefaultCompletionCmd()
 	root.InitDefaultHelpCmd()
 	for _, c := range root.Commands() {

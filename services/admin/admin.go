@@ -43,6 +43,8 @@ type Local interface {
 // Deps are the service's collaborators.
 type Deps struct {
 	ControlPlane ControlPlane
+	Cluster      Cluster
+	Peers        Peers
 	Local        Local
 	Self         storage.BrokerID
 	Version      string
@@ -275,22 +277,4 @@ func (s *Service) segmentOf(seg *metadata.Segment) *v1.Segment {
 	out.Digest = fmt.Sprintf("%016x", uint64(seg.Digest))
 	out.SealTime, out.SealReason = rpc.Timestamp(seg.SealTime), seg.SealReason.String()
 	return out
-}
-
-// GetClusterStatus shows the cluster.
-func (s *Service) GetClusterStatus(ctx context.Context, _ *v1.GetClusterStatusRequest) (*v1.GetClusterStatusResponse, error) {
-	st := s.deps.ControlPlane.Status()
-	brokers, err := s.deps.ControlPlane.Brokers(ctx)
-	if err != nil {
-		return nil, fmt.Errorf("cluster status: %w", err)
-	}
-	out := &v1.GetClusterStatusResponse{ClusterId: st.Cluster.String(), Level: int32(st.Level), Vnodes: int32(len(st.Vnodes)), Version: s.deps.Version}
-	for _, b := range brokers {
-		e := &v1.Broker{Id: b.ID.String(), Boot: uint64(b.Boot)}
-		if b.ID == s.deps.Self {
-			e.State, e.DiskFreeBytes, e.DiskTotalBytes = s.deps.Local.State()
-		}
-		out.Brokers = append(out.Brokers, e)
-	}
-	return out, nil
 }

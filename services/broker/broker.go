@@ -175,7 +175,7 @@ func (b *Broker) compose() (err error) {
 		Fetch: fetch.New(fetch.Deps{
 			Topics: b.cp, Replicas: router, Blocked: b.coord.Blocked, Closing: b.closing, Observe: b.telemetry.Fetched,
 		}),
-		Admin: admin.New(admin.Deps{ControlPlane: b.cp, Local: local{b}, Self: b.self, Version: b.cfg.Version}),
+		Admin: admin.New(admin.Deps{ControlPlane: b.cp, Cluster: b.cp, Peers: local{b}, Local: local{b}, Self: b.self, Version: b.cfg.Version}),
 	}
 	return b.telemetry.Observe(telemetry.Gauges{
 		Journal: b.store.Stats, StorageFailed: func() bool { return b.store.Failed() != nil }, DiskFull: b.store.DiskFull,

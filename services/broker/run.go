@@ -49,6 +49,7 @@ func (b *Broker) Run(ctx context.Context) (err error) {
 	loops.Go(func() error { return b.cp.Run(loopsCtx) })
 	loops.Go(func() error { return b.replicas.Run(loopsCtx) })
 	loops.Go(func() error { return b.refresh(loopsCtx) })
+	loops.Go(func() error { return b.retire(loopsCtx) })
 	for _, s := range []struct {
 		server *http.Server
 		on     net.Listener

@@ -9,6 +9,7 @@ package malachiv1
 import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	durationpb "google.golang.org/protobuf/types/known/durationpb"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
 	reflect "reflect"
 	sync "sync"
@@ -1187,6 +1188,7 @@ type GetClusterStatusResponse struct {
 	Brokers       []*Broker              `protobuf:"bytes,3,rep,name=brokers,proto3" json:"brokers,omitempty"`
 	Vnodes        int32                  `protobuf:"varint,4,opt,name=vnodes,proto3" json:"vnodes,omitempty"`
 	Version       string                 `protobuf:"bytes,5,opt,name=version,proto3" json:"version,omitempty"`
+	Groups        []*MetadataGroup       `protobuf:"bytes,6,rep,name=groups,proto3" json:"groups,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1256,16 +1258,35 @@ func (x *GetClusterStatusResponse) GetVersion() string {
 	return ""
 }
 
+func (x *GetClusterStatusResponse) GetGroups() []*MetadataGroup {
+	if x != nil {
+		return x.Groups
+	}
+	return nil
+}
+
 type Broker struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Id    string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
 	Boot  uint64                 `protobuf:"varint,2,opt,name=boot,proto3" json:"boot,omitempty"`
-	// "serving", "storage_failed", "disk_full".
+	// "serving", "storage_failed", "disk_full": of the broker that answers; empty for others.
 	State          string `protobuf:"bytes,3,opt,name=state,proto3" json:"state,omitempty"`
 	DiskFreeBytes  uint64 `protobuf:"varint,4,opt,name=disk_free_bytes,json=diskFreeBytes,proto3" json:"disk_free_bytes,omitempty"`
 	DiskTotalBytes uint64 `protobuf:"varint,5,opt,name=disk_total_bytes,json=diskTotalBytes,proto3" json:"disk_total_bytes,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// "active", "draining", "decommissioning": what was asked of it.
+	AdministrativeState string `protobuf:"bytes,6,opt,name=administrative_state,json=administrativeState,proto3" json:"administrative_state,omitempty"`
+	// The answering broker sees it.
+	Alive  bool                 `protobuf:"varint,7,opt,name=alive,proto3" json:"alive,omitempty"`
+	Absent *durationpb.Duration `protobuf:"bytes,8,opt,name=absent,proto3" json:"absent,omitempty"`
+	// "api", "ops", "rpc", "raft", "gossip" -> host:port.
+	Addresses  map[string]string `protobuf:"bytes,9,rep,name=addresses,proto3" json:"addresses,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Attributes map[string]string `protobuf:"bytes,10,rep,name=attributes,proto3" json:"attributes,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Version    string            `protobuf:"bytes,11,opt,name=version,proto3" json:"version,omitempty"`
+	Level      int32             `protobuf:"varint,12,opt,name=level,proto3" json:"level,omitempty"`
+	// What a drain or decommission still waits for.
+	Waits         []string `protobuf:"bytes,13,rep,name=waits,proto3" json:"waits,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Broker) Reset() {
@@ -1333,12 +1354,862 @@ func (x *Broker) GetDiskTotalBytes() uint64 {
 	return 0
 }
 
+func (x *Broker) GetAdministrativeState() string {
+	if x != nil {
+		return x.AdministrativeState
+	}
+	return ""
+}
+
+func (x *Broker) GetAlive() bool {
+	if x != nil {
+		return x.Alive
+	}
+	return false
+}
+
+func (x *Broker) GetAbsent() *durationpb.Duration {
+	if x != nil {
+		return x.Absent
+	}
+	return nil
+}
+
+func (x *Broker) GetAddresses() map[string]string {
+	if x != nil {
+		return x.Addresses
+	}
+	return nil
+}
+
+func (x *Broker) GetAttributes() map[string]string {
+	if x != nil {
+		return x.Attributes
+	}
+	return nil
+}
+
+func (x *Broker) GetVersion() string {
+	if x != nil {
+		return x.Version
+	}
+	return ""
+}
+
+func (x *Broker) GetLevel() int32 {
+	if x != nil {
+		return x.Level
+	}
+	return 0
+}
+
+func (x *Broker) GetWaits() []string {
+	if x != nil {
+		return x.Waits
+	}
+	return nil
+}
+
+// A metadata group: the root, or one shard.
+type MetadataGroup struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// -1 is the root.
+	Vnode     int32    `protobuf:"varint,1,opt,name=vnode,proto3" json:"vnode,omitempty"`
+	Leader    string   `protobuf:"bytes,2,opt,name=leader,proto3" json:"leader,omitempty"`
+	Voters    []string `protobuf:"bytes,3,rep,name=voters,proto3" json:"voters,omitempty"`
+	NonVoting []string `protobuf:"bytes,4,rep,name=non_voting,json=nonVoting,proto3" json:"non_voting,omitempty"`
+	Applied   uint64   `protobuf:"varint,5,opt,name=applied,proto3" json:"applied,omitempty"`
+	// What the next change of its members waits for.
+	Waits         string `protobuf:"bytes,6,opt,name=waits,proto3" json:"waits,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MetadataGroup) Reset() {
+	*x = MetadataGroup{}
+	mi := &file_malachi_v1_admin_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MetadataGroup) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MetadataGroup) ProtoMessage() {}
+
+func (x *MetadataGroup) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_v1_admin_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MetadataGroup.ProtoReflect.Descriptor instead.
+func (*MetadataGroup) Descriptor() ([]byte, []int) {
+	return file_malachi_v1_admin_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *MetadataGroup) GetVnode() int32 {
+	if x != nil {
+		return x.Vnode
+	}
+	return 0
+}
+
+func (x *MetadataGroup) GetLeader() string {
+	if x != nil {
+		return x.Leader
+	}
+	return ""
+}
+
+func (x *MetadataGroup) GetVoters() []string {
+	if x != nil {
+		return x.Voters
+	}
+	return nil
+}
+
+func (x *MetadataGroup) GetNonVoting() []string {
+	if x != nil {
+		return x.NonVoting
+	}
+	return nil
+}
+
+func (x *MetadataGroup) GetApplied() uint64 {
+	if x != nil {
+		return x.Applied
+	}
+	return 0
+}
+
+func (x *MetadataGroup) GetWaits() string {
+	if x != nil {
+		return x.Waits
+	}
+	return ""
+}
+
+type BlockedRange struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Topic         string                 `protobuf:"bytes,1,opt,name=topic,proto3" json:"topic,omitempty"`
+	Range         string                 `protobuf:"bytes,2,opt,name=range,proto3" json:"range,omitempty"`
+	By            string                 `protobuf:"bytes,3,opt,name=by,proto3" json:"by,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BlockedRange) Reset() {
+	*x = BlockedRange{}
+	mi := &file_malachi_v1_admin_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BlockedRange) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BlockedRange) ProtoMessage() {}
+
+func (x *BlockedRange) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_v1_admin_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BlockedRange.ProtoReflect.Descriptor instead.
+func (*BlockedRange) Descriptor() ([]byte, []int) {
+	return file_malachi_v1_admin_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *BlockedRange) GetTopic() string {
+	if x != nil {
+		return x.Topic
+	}
+	return ""
+}
+
+func (x *BlockedRange) GetRange() string {
+	if x != nil {
+		return x.Range
+	}
+	return ""
+}
+
+func (x *BlockedRange) GetBy() string {
+	if x != nil {
+		return x.By
+	}
+	return ""
+}
+
+type ListBlockedRangesRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListBlockedRangesRequest) Reset() {
+	*x = ListBlockedRangesRequest{}
+	mi := &file_malachi_v1_admin_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListBlockedRangesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListBlockedRangesRequest) ProtoMessage() {}
+
+func (x *ListBlockedRangesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_v1_admin_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListBlockedRangesRequest.ProtoReflect.Descriptor instead.
+func (*ListBlockedRangesRequest) Descriptor() ([]byte, []int) {
+	return file_malachi_v1_admin_proto_rawDescGZIP(), []int{21}
+}
+
+type ListBlockedRangesResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Ranges        []*BlockedRange        `protobuf:"bytes,1,rep,name=ranges,proto3" json:"ranges,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListBlockedRangesResponse) Reset() {
+	*x = ListBlockedRangesResponse{}
+	mi := &file_malachi_v1_admin_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListBlockedRangesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListBlockedRangesResponse) ProtoMessage() {}
+
+func (x *ListBlockedRangesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_v1_admin_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListBlockedRangesResponse.ProtoReflect.Descriptor instead.
+func (*ListBlockedRangesResponse) Descriptor() ([]byte, []int) {
+	return file_malachi_v1_admin_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *ListBlockedRangesResponse) GetRanges() []*BlockedRange {
+	if x != nil {
+		return x.Ranges
+	}
+	return nil
+}
+
+type Policy struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Rises with every change; pass it to UpdatePolicy to change only what you have seen.
+	Version uint64 `protobuf:"varint,2,opt,name=version,proto3" json:"version,omitempty"`
+	// Copies of every record, 1 to 7.
+	ReplicationFactor int32 `protobuf:"varint,3,opt,name=replication_factor,json=replicationFactor,proto3" json:"replication_factor,omitempty"`
+	// With fewer live replicas no segment is opened. Unset: it follows the quorum.
+	MinReplicas *int32 `protobuf:"varint,4,opt,name=min_replicas,json=minReplicas,proto3,oneof" json:"min_replicas,omitempty"`
+	// "quorum" or "all".
+	Acks string `protobuf:"bytes,5,opt,name=acks,proto3" json:"acks,omitempty"`
+	// Attribute of brokers over whose values the copies are spread. Empty: over none.
+	SpreadBy   string `protobuf:"bytes,6,opt,name=spread_by,json=spreadBy,proto3" json:"spread_by,omitempty"`
+	MinDomains int32  `protobuf:"varint,7,opt,name=min_domains,json=minDomains,proto3" json:"min_domains,omitempty"`
+	// "soft" or "hard": whether a set that reaches fewer domains is placed all the same.
+	Placement       string               `protobuf:"bytes,8,opt,name=placement,proto3" json:"placement,omitempty"`
+	SegmentMaxBytes uint64               `protobuf:"varint,9,opt,name=segment_max_bytes,json=segmentMaxBytes,proto3" json:"segment_max_bytes,omitempty"`
+	SegmentMaxAge   *durationpb.Duration `protobuf:"bytes,10,opt,name=segment_max_age,json=segmentMaxAge,proto3" json:"segment_max_age,omitempty"`
+	// Derived: how many copies acknowledge.
+	Quorum        int32 `protobuf:"varint,11,opt,name=quorum,proto3" json:"quorum,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Policy) Reset() {
+	*x = Policy{}
+	mi := &file_malachi_v1_admin_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Policy) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Policy) ProtoMessage() {}
+
+func (x *Policy) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_v1_admin_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Policy.ProtoReflect.Descriptor instead.
+func (*Policy) Descriptor() ([]byte, []int) {
+	return file_malachi_v1_admin_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *Policy) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Policy) GetVersion() uint64 {
+	if x != nil {
+		return x.Version
+	}
+	return 0
+}
+
+func (x *Policy) GetReplicationFactor() int32 {
+	if x != nil {
+		return x.ReplicationFactor
+	}
+	return 0
+}
+
+func (x *Policy) GetMinReplicas() int32 {
+	if x != nil && x.MinReplicas != nil {
+		return *x.MinReplicas
+	}
+	return 0
+}
+
+func (x *Policy) GetAcks() string {
+	if x != nil {
+		return x.Acks
+	}
+	return ""
+}
+
+func (x *Policy) GetSpreadBy() string {
+	if x != nil {
+		return x.SpreadBy
+	}
+	return ""
+}
+
+func (x *Policy) GetMinDomains() int32 {
+	if x != nil {
+		return x.MinDomains
+	}
+	return 0
+}
+
+func (x *Policy) GetPlacement() string {
+	if x != nil {
+		return x.Placement
+	}
+	return ""
+}
+
+func (x *Policy) GetSegmentMaxBytes() uint64 {
+	if x != nil {
+		return x.SegmentMaxBytes
+	}
+	return 0
+}
+
+func (x *Policy) GetSegmentMaxAge() *durationpb.Duration {
+	if x != nil {
+		return x.SegmentMaxAge
+	}
+	return nil
+}
+
+func (x *Policy) GetQuorum() int32 {
+	if x != nil {
+		return x.Quorum
+	}
+	return 0
+}
+
+type DescribePolicyRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "default", the only one there is.
+	Name          string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DescribePolicyRequest) Reset() {
+	*x = DescribePolicyRequest{}
+	mi := &file_malachi_v1_admin_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DescribePolicyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DescribePolicyRequest) ProtoMessage() {}
+
+func (x *DescribePolicyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_v1_admin_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DescribePolicyRequest.ProtoReflect.Descriptor instead.
+func (*DescribePolicyRequest) Descriptor() ([]byte, []int) {
+	return file_malachi_v1_admin_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *DescribePolicyRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+type DescribePolicyResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Policy        *Policy                `protobuf:"bytes,1,opt,name=policy,proto3" json:"policy,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DescribePolicyResponse) Reset() {
+	*x = DescribePolicyResponse{}
+	mi := &file_malachi_v1_admin_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DescribePolicyResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DescribePolicyResponse) ProtoMessage() {}
+
+func (x *DescribePolicyResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_v1_admin_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DescribePolicyResponse.ProtoReflect.Descriptor instead.
+func (*DescribePolicyResponse) Descriptor() ([]byte, []int) {
+	return file_malachi_v1_admin_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *DescribePolicyResponse) GetPolicy() *Policy {
+	if x != nil {
+		return x.Policy
+	}
+	return nil
+}
+
+type UpdatePolicyRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// 0: whichever is there now.
+	ExpectVersion     uint64 `protobuf:"varint,2,opt,name=expect_version,json=expectVersion,proto3" json:"expect_version,omitempty"`
+	ReplicationFactor *int32 `protobuf:"varint,3,opt,name=replication_factor,json=replicationFactor,proto3,oneof" json:"replication_factor,omitempty"`
+	// 0 unsets it.
+	MinReplicas     *int32               `protobuf:"varint,4,opt,name=min_replicas,json=minReplicas,proto3,oneof" json:"min_replicas,omitempty"`
+	Acks            *string              `protobuf:"bytes,5,opt,name=acks,proto3,oneof" json:"acks,omitempty"`
+	SpreadBy        *string              `protobuf:"bytes,6,opt,name=spread_by,json=spreadBy,proto3,oneof" json:"spread_by,omitempty"`
+	MinDomains      *int32               `protobuf:"varint,7,opt,name=min_domains,json=minDomains,proto3,oneof" json:"min_domains,omitempty"`
+	Placement       *string              `protobuf:"bytes,8,opt,name=placement,proto3,oneof" json:"placement,omitempty"`
+	SegmentMaxBytes *uint64              `protobuf:"varint,9,opt,name=segment_max_bytes,json=segmentMaxBytes,proto3,oneof" json:"segment_max_bytes,omitempty"`
+	SegmentMaxAge   *durationpb.Duration `protobuf:"bytes,10,opt,name=segment_max_age,json=segmentMaxAge,proto3" json:"segment_max_age,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *UpdatePolicyRequest) Reset() {
+	*x = UpdatePolicyRequest{}
+	mi := &file_malachi_v1_admin_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UpdatePolicyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UpdatePolicyRequest) ProtoMessage() {}
+
+func (x *UpdatePolicyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_v1_admin_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UpdatePolicyRequest.ProtoReflect.Descriptor instead.
+func (*UpdatePolicyRequest) Descriptor() ([]byte, []int) {
+	return file_malachi_v1_admin_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *UpdatePolicyRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *UpdatePolicyRequest) GetExpectVersion() uint64 {
+	if x != nil {
+		return x.ExpectVersion
+	}
+	return 0
+}
+
+func (x *UpdatePolicyRequest) GetReplicationFactor() int32 {
+	if x != nil && x.ReplicationFactor != nil {
+		return *x.ReplicationFactor
+	}
+	return 0
+}
+
+func (x *UpdatePolicyRequest) GetMinReplicas() int32 {
+	if x != nil && x.MinReplicas != nil {
+		return *x.MinReplicas
+	}
+	return 0
+}
+
+func (x *UpdatePolicyRequest) GetAcks() string {
+	if x != nil && x.Acks != nil {
+		return *x.Acks
+	}
+	return ""
+}
+
+func (x *UpdatePolicyRequest) GetSpreadBy() string {
+	if x != nil && x.SpreadBy != nil {
+		return *x.SpreadBy
+	}
+	return ""
+}
+
+func (x *UpdatePolicyRequest) GetMinDomains() int32 {
+	if x != nil && x.MinDomains != nil {
+		return *x.MinDomains
+	}
+	return 0
+}
+
+func (x *UpdatePolicyRequest) GetPlacement() string {
+	if x != nil && x.Placement != nil {
+		return *x.Placement
+	}
+	return ""
+}
+
+func (x *UpdatePolicyRequest) GetSegmentMaxBytes() uint64 {
+	if x != nil && x.SegmentMaxBytes != nil {
+		return *x.SegmentMaxBytes
+	}
+	return 0
+}
+
+func (x *UpdatePolicyRequest) GetSegmentMaxAge() *durationpb.Duration {
+	if x != nil {
+		return x.SegmentMaxAge
+	}
+	return nil
+}
+
+type UpdatePolicyResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Policy        *Policy                `protobuf:"bytes,1,opt,name=policy,proto3" json:"policy,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UpdatePolicyResponse) Reset() {
+	*x = UpdatePolicyResponse{}
+	mi := &file_malachi_v1_admin_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UpdatePolicyResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UpdatePolicyResponse) ProtoMessage() {}
+
+func (x *UpdatePolicyResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_v1_admin_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UpdatePolicyResponse.ProtoReflect.Descriptor instead.
+func (*UpdatePolicyResponse) Descriptor() ([]byte, []int) {
+	return file_malachi_v1_admin_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *UpdatePolicyResponse) GetPolicy() *Policy {
+	if x != nil {
+		return x.Policy
+	}
+	return nil
+}
+
+type SetBrokerStateRequest struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Broker string                 `protobuf:"bytes,1,opt,name=broker,proto3" json:"broker,omitempty"`
+	// "active", "draining" or "decommissioning".
+	State         string `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetBrokerStateRequest) Reset() {
+	*x = SetBrokerStateRequest{}
+	mi := &file_malachi_v1_admin_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetBrokerStateRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetBrokerStateRequest) ProtoMessage() {}
+
+func (x *SetBrokerStateRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_v1_admin_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetBrokerStateRequest.ProtoReflect.Descriptor instead.
+func (*SetBrokerStateRequest) Descriptor() ([]byte, []int) {
+	return file_malachi_v1_admin_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *SetBrokerStateRequest) GetBroker() string {
+	if x != nil {
+		return x.Broker
+	}
+	return ""
+}
+
+func (x *SetBrokerStateRequest) GetState() string {
+	if x != nil {
+		return x.State
+	}
+	return ""
+}
+
+type SetBrokerStateResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Broker        *Broker                `protobuf:"bytes,1,opt,name=broker,proto3" json:"broker,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetBrokerStateResponse) Reset() {
+	*x = SetBrokerStateResponse{}
+	mi := &file_malachi_v1_admin_proto_msgTypes[29]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetBrokerStateResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetBrokerStateResponse) ProtoMessage() {}
+
+func (x *SetBrokerStateResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_v1_admin_proto_msgTypes[29]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetBrokerStateResponse.ProtoReflect.Descriptor instead.
+func (*SetBrokerStateResponse) Descriptor() ([]byte, []int) {
+	return file_malachi_v1_admin_proto_rawDescGZIP(), []int{29}
+}
+
+func (x *SetBrokerStateResponse) GetBroker() *Broker {
+	if x != nil {
+		return x.Broker
+	}
+	return nil
+}
+
+type RaiseLevelRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Level         int32                  `protobuf:"varint,1,opt,name=level,proto3" json:"level,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RaiseLevelRequest) Reset() {
+	*x = RaiseLevelRequest{}
+	mi := &file_malachi_v1_admin_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RaiseLevelRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RaiseLevelRequest) ProtoMessage() {}
+
+func (x *RaiseLevelRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_v1_admin_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RaiseLevelRequest.ProtoReflect.Descriptor instead.
+func (*RaiseLevelRequest) Descriptor() ([]byte, []int) {
+	return file_malachi_v1_admin_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *RaiseLevelRequest) GetLevel() int32 {
+	if x != nil {
+		return x.Level
+	}
+	return 0
+}
+
+type RaiseLevelResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Level         int32                  `protobuf:"varint,1,opt,name=level,proto3" json:"level,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RaiseLevelResponse) Reset() {
+	*x = RaiseLevelResponse{}
+	mi := &file_malachi_v1_admin_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RaiseLevelResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RaiseLevelResponse) ProtoMessage() {}
+
+func (x *RaiseLevelResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_v1_admin_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RaiseLevelResponse.ProtoReflect.Descriptor instead.
+func (*RaiseLevelResponse) Descriptor() ([]byte, []int) {
+	return file_malachi_v1_admin_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *RaiseLevelResponse) GetLevel() int32 {
+	if x != nil {
+		return x.Level
+	}
+	return 0
+}
+
 var File_malachi_v1_admin_proto protoreflect.FileDescriptor
 
 const file_malachi_v1_admin_proto_rawDesc = "" +
 	"\n" +
 	"\x16malachi/v1/admin.proto\x12\n" +
-	"malachi.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17malachi/v1/common.proto\x1a\x18malachi/v1/produce.proto\"\xd7\x02\n" +
+	"malachi.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17malachi/v1/common.proto\x1a\x18malachi/v1/produce.proto\"\xd7\x02\n" +
 	"\x05Topic\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x10\n" +
 	"\x03uid\x18\x02 \x01(\tR\x03uid\x12;\n" +
@@ -1440,20 +2311,105 @@ const file_malachi_v1_admin_proto_rawDesc = "" +
 	"\tABANDONED\x10\x03B\x06\n" +
 	"\x04_endB\b\n" +
 	"\x06_bytes\"\x19\n" +
-	"\x17GetClusterStatusRequest\"\xaf\x01\n" +
+	"\x17GetClusterStatusRequest\"\xe2\x01\n" +
 	"\x18GetClusterStatusResponse\x12\x1d\n" +
 	"\n" +
 	"cluster_id\x18\x01 \x01(\tR\tclusterId\x12\x14\n" +
 	"\x05level\x18\x02 \x01(\x05R\x05level\x12,\n" +
 	"\abrokers\x18\x03 \x03(\v2\x12.malachi.v1.BrokerR\abrokers\x12\x16\n" +
 	"\x06vnodes\x18\x04 \x01(\x05R\x06vnodes\x12\x18\n" +
-	"\aversion\x18\x05 \x01(\tR\aversion\"\x94\x01\n" +
+	"\aversion\x18\x05 \x01(\tR\aversion\x121\n" +
+	"\x06groups\x18\x06 \x03(\v2\x19.malachi.v1.MetadataGroupR\x06groups\"\xd8\x04\n" +
 	"\x06Broker\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04boot\x18\x02 \x01(\x04R\x04boot\x12\x14\n" +
 	"\x05state\x18\x03 \x01(\tR\x05state\x12&\n" +
 	"\x0fdisk_free_bytes\x18\x04 \x01(\x04R\rdiskFreeBytes\x12(\n" +
-	"\x10disk_total_bytes\x18\x05 \x01(\x04R\x0ediskTotalBytes2\xe7\x04\n" +
+	"\x10disk_total_bytes\x18\x05 \x01(\x04R\x0ediskTotalBytes\x121\n" +
+	"\x14administrative_state\x18\x06 \x01(\tR\x13administrativeState\x12\x14\n" +
+	"\x05alive\x18\a \x01(\bR\x05alive\x121\n" +
+	"\x06absent\x18\b \x01(\v2\x19.google.protobuf.DurationR\x06absent\x12?\n" +
+	"\taddresses\x18\t \x03(\v2!.malachi.v1.Broker.AddressesEntryR\taddresses\x12B\n" +
+	"\n" +
+	"attributes\x18\n" +
+	" \x03(\v2\".malachi.v1.Broker.AttributesEntryR\n" +
+	"attributes\x12\x18\n" +
+	"\aversion\x18\v \x01(\tR\aversion\x12\x14\n" +
+	"\x05level\x18\f \x01(\x05R\x05level\x12\x14\n" +
+	"\x05waits\x18\r \x03(\tR\x05waits\x1a<\n" +
+	"\x0eAddressesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a=\n" +
+	"\x0fAttributesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xa4\x01\n" +
+	"\rMetadataGroup\x12\x14\n" +
+	"\x05vnode\x18\x01 \x01(\x05R\x05vnode\x12\x16\n" +
+	"\x06leader\x18\x02 \x01(\tR\x06leader\x12\x16\n" +
+	"\x06voters\x18\x03 \x03(\tR\x06voters\x12\x1d\n" +
+	"\n" +
+	"non_voting\x18\x04 \x03(\tR\tnonVoting\x12\x18\n" +
+	"\aapplied\x18\x05 \x01(\x04R\aapplied\x12\x14\n" +
+	"\x05waits\x18\x06 \x01(\tR\x05waits\"J\n" +
+	"\fBlockedRange\x12\x14\n" +
+	"\x05topic\x18\x01 \x01(\tR\x05topic\x12\x14\n" +
+	"\x05range\x18\x02 \x01(\tR\x05range\x12\x0e\n" +
+	"\x02by\x18\x03 \x01(\tR\x02by\"\x1a\n" +
+	"\x18ListBlockedRangesRequest\"M\n" +
+	"\x19ListBlockedRangesResponse\x120\n" +
+	"\x06ranges\x18\x01 \x03(\v2\x18.malachi.v1.BlockedRangeR\x06ranges\"\x95\x03\n" +
+	"\x06Policy\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
+	"\aversion\x18\x02 \x01(\x04R\aversion\x12-\n" +
+	"\x12replication_factor\x18\x03 \x01(\x05R\x11replicationFactor\x12&\n" +
+	"\fmin_replicas\x18\x04 \x01(\x05H\x00R\vminReplicas\x88\x01\x01\x12\x12\n" +
+	"\x04acks\x18\x05 \x01(\tR\x04acks\x12\x1b\n" +
+	"\tspread_by\x18\x06 \x01(\tR\bspreadBy\x12\x1f\n" +
+	"\vmin_domains\x18\a \x01(\x05R\n" +
+	"minDomains\x12\x1c\n" +
+	"\tplacement\x18\b \x01(\tR\tplacement\x12*\n" +
+	"\x11segment_max_bytes\x18\t \x01(\x04R\x0fsegmentMaxBytes\x12A\n" +
+	"\x0fsegment_max_age\x18\n" +
+	" \x01(\v2\x19.google.protobuf.DurationR\rsegmentMaxAge\x12\x16\n" +
+	"\x06quorum\x18\v \x01(\x05R\x06quorumB\x0f\n" +
+	"\r_min_replicas\"+\n" +
+	"\x15DescribePolicyRequest\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\"D\n" +
+	"\x16DescribePolicyResponse\x12*\n" +
+	"\x06policy\x18\x01 \x01(\v2\x12.malachi.v1.PolicyR\x06policy\"\x97\x04\n" +
+	"\x13UpdatePolicyRequest\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12%\n" +
+	"\x0eexpect_version\x18\x02 \x01(\x04R\rexpectVersion\x122\n" +
+	"\x12replication_factor\x18\x03 \x01(\x05H\x00R\x11replicationFactor\x88\x01\x01\x12&\n" +
+	"\fmin_replicas\x18\x04 \x01(\x05H\x01R\vminReplicas\x88\x01\x01\x12\x17\n" +
+	"\x04acks\x18\x05 \x01(\tH\x02R\x04acks\x88\x01\x01\x12 \n" +
+	"\tspread_by\x18\x06 \x01(\tH\x03R\bspreadBy\x88\x01\x01\x12$\n" +
+	"\vmin_domains\x18\a \x01(\x05H\x04R\n" +
+	"minDomains\x88\x01\x01\x12!\n" +
+	"\tplacement\x18\b \x01(\tH\x05R\tplacement\x88\x01\x01\x12/\n" +
+	"\x11segment_max_bytes\x18\t \x01(\x04H\x06R\x0fsegmentMaxBytes\x88\x01\x01\x12A\n" +
+	"\x0fsegment_max_age\x18\n" +
+	" \x01(\v2\x19.google.protobuf.DurationR\rsegmentMaxAgeB\x15\n" +
+	"\x13_replication_factorB\x0f\n" +
+	"\r_min_replicasB\a\n" +
+	"\x05_acksB\f\n" +
+	"\n" +
+	"_spread_byB\x0e\n" +
+	"\f_min_domainsB\f\n" +
+	"\n" +
+	"_placementB\x14\n" +
+	"\x12_segment_max_bytes\"B\n" +
+	"\x14UpdatePolicyResponse\x12*\n" +
+	"\x06policy\x18\x01 \x01(\v2\x12.malachi.v1.PolicyR\x06policy\"E\n" +
+	"\x15SetBrokerStateRequest\x12\x16\n" +
+	"\x06broker\x18\x01 \x01(\tR\x06broker\x12\x14\n" +
+	"\x05state\x18\x02 \x01(\tR\x05state\"D\n" +
+	"\x16SetBrokerStateResponse\x12*\n" +
+	"\x06broker\x18\x01 \x01(\v2\x12.malachi.v1.BrokerR\x06broker\")\n" +
+	"\x11RaiseLevelRequest\x12\x14\n" +
+	"\x05level\x18\x01 \x01(\x05R\x05level\"*\n" +
+	"\x12RaiseLevelResponse\x12\x14\n" +
+	"\x05level\x18\x01 \x01(\x05R\x05level2\xa5\b\n" +
 	"\fAdminService\x12N\n" +
 	"\vCreateTopic\x12\x1e.malachi.v1.CreateTopicRequest\x1a\x1f.malachi.v1.CreateTopicResponse\x12P\n" +
 	"\n" +
@@ -1461,8 +2417,14 @@ const file_malachi_v1_admin_proto_rawDesc = "" +
 	"\rDescribeTopic\x12 .malachi.v1.DescribeTopicRequest\x1a!.malachi.v1.DescribeTopicResponse\"\x03\x90\x02\x01\x12N\n" +
 	"\vUpdateTopic\x12\x1e.malachi.v1.UpdateTopicRequest\x1a\x1f.malachi.v1.UpdateTopicResponse\x12N\n" +
 	"\vDeleteTopic\x12\x1e.malachi.v1.DeleteTopicRequest\x1a\x1f.malachi.v1.DeleteTopicResponse\x12V\n" +
-	"\fListSegments\x12\x1f.malachi.v1.ListSegmentsRequest\x1a .malachi.v1.ListSegmentsResponse\"\x03\x90\x02\x01\x12b\n" +
-	"\x10GetClusterStatus\x12#.malachi.v1.GetClusterStatusRequest\x1a$.malachi.v1.GetClusterStatusResponse\"\x03\x90\x02\x01B;Z9github.com/malachilog/malachi/gen/go/malachi/v1;malachiv1b\x06proto3"
+	"\fListSegments\x12\x1f.malachi.v1.ListSegmentsRequest\x1a .malachi.v1.ListSegmentsResponse\"\x03\x90\x02\x01\x12e\n" +
+	"\x11ListBlockedRanges\x12$.malachi.v1.ListBlockedRangesRequest\x1a%.malachi.v1.ListBlockedRangesResponse\"\x03\x90\x02\x01\x12b\n" +
+	"\x10GetClusterStatus\x12#.malachi.v1.GetClusterStatusRequest\x1a$.malachi.v1.GetClusterStatusResponse\"\x03\x90\x02\x01\x12\\\n" +
+	"\x0eDescribePolicy\x12!.malachi.v1.DescribePolicyRequest\x1a\".malachi.v1.DescribePolicyResponse\"\x03\x90\x02\x01\x12Q\n" +
+	"\fUpdatePolicy\x12\x1f.malachi.v1.UpdatePolicyRequest\x1a .malachi.v1.UpdatePolicyResponse\x12W\n" +
+	"\x0eSetBrokerState\x12!.malachi.v1.SetBrokerStateRequest\x1a\".malachi.v1.SetBrokerStateResponse\x12K\n" +
+	"\n" +
+	"RaiseLevel\x12\x1d.malachi.v1.RaiseLevelRequest\x1a\x1e.malachi.v1.RaiseLevelResponseB;Z9github.com/malachilog/malachi/gen/go/malachi/v1;malachiv1b\x06proto3"
 
 var (
 	file_malachi_v1_admin_proto_rawDescOnce sync.Once
@@ -1477,75 +2439,111 @@ func file_malachi_v1_admin_proto_rawDescGZIP() []byte {
 }
 
 var file_malachi_v1_admin_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_malachi_v1_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_malachi_v1_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
 var file_malachi_v1_admin_proto_goTypes = []any{
-	(Range_State)(0),                 // 0: malachi.v1.Range.State
-	(Segment_State)(0),               // 1: malachi.v1.Segment.State
-	(*Topic)(nil),                    // 2: malachi.v1.Topic
-	(*CreateTopicRequest)(nil),       // 3: malachi.v1.CreateTopicRequest
-	(*CreateTopicResponse)(nil),      // 4: malachi.v1.CreateTopicResponse
-	(*ListTopicsRequest)(nil),        // 5: malachi.v1.ListTopicsRequest
-	(*ListTopicsResponse)(nil),       // 6: malachi.v1.ListTopicsResponse
-	(*DescribeTopicRequest)(nil),     // 7: malachi.v1.DescribeTopicRequest
-	(*DescribeTopicResponse)(nil),    // 8: malachi.v1.DescribeTopicResponse
-	(*Range)(nil),                    // 9: malachi.v1.Range
-	(*UpdateTopicRequest)(nil),       // 10: malachi.v1.UpdateTopicRequest
-	(*LabelSet)(nil),                 // 11: malachi.v1.LabelSet
-	(*UpdateTopicResponse)(nil),      // 12: malachi.v1.UpdateTopicResponse
-	(*DeleteTopicRequest)(nil),       // 13: malachi.v1.DeleteTopicRequest
-	(*DeleteTopicResponse)(nil),      // 14: malachi.v1.DeleteTopicResponse
-	(*ListSegmentsRequest)(nil),      // 15: malachi.v1.ListSegmentsRequest
-	(*ListSegmentsResponse)(nil),     // 16: malachi.v1.ListSegmentsResponse
-	(*Segment)(nil),                  // 17: malachi.v1.Segment
-	(*GetClusterStatusRequest)(nil),  // 18: malachi.v1.GetClusterStatusRequest
-	(*GetClusterStatusResponse)(nil), // 19: malachi.v1.GetClusterStatusResponse
-	(*Broker)(nil),                   // 20: malachi.v1.Broker
-	nil,                              // 21: malachi.v1.Topic.LabelsEntry
-	nil,                              // 22: malachi.v1.CreateTopicRequest.LabelsEntry
-	nil,                              // 23: malachi.v1.LabelSet.LabelsEntry
-	(*timestamppb.Timestamp)(nil),    // 24: google.protobuf.Timestamp
-	(*PageRequest)(nil),              // 25: malachi.v1.PageRequest
-	(*KeySlice)(nil),                 // 26: malachi.v1.KeySlice
+	(Range_State)(0),                  // 0: malachi.v1.Range.State
+	(Segment_State)(0),                // 1: malachi.v1.Segment.State
+	(*Topic)(nil),                     // 2: malachi.v1.Topic
+	(*CreateTopicRequest)(nil),        // 3: malachi.v1.CreateTopicRequest
+	(*CreateTopicResponse)(nil),       // 4: malachi.v1.CreateTopicResponse
+	(*ListTopicsRequest)(nil),         // 5: malachi.v1.ListTopicsRequest
+	(*ListTopicsResponse)(nil),        // 6: malachi.v1.ListTopicsResponse
+	(*DescribeTopicRequest)(nil),      // 7: malachi.v1.DescribeTopicRequest
+	(*DescribeTopicResponse)(nil),     // 8: malachi.v1.DescribeTopicResponse
+	(*Range)(nil),                     // 9: malachi.v1.Range
+	(*UpdateTopicRequest)(nil),        // 10: malachi.v1.UpdateTopicRequest
+	(*LabelSet)(nil),                  // 11: malachi.v1.LabelSet
+	(*UpdateTopicResponse)(nil),       // 12: malachi.v1.UpdateTopicResponse
+	(*DeleteTopicRequest)(nil),        // 13: malachi.v1.DeleteTopicRequest
+	(*DeleteTopicResponse)(nil),       // 14: malachi.v1.DeleteTopicResponse
+	(*ListSegmentsRequest)(nil),       // 15: malachi.v1.ListSegmentsRequest
+	(*ListSegmentsResponse)(nil),      // 16: malachi.v1.ListSegmentsResponse
+	(*Segment)(nil),                   // 17: malachi.v1.Segment
+	(*GetClusterStatusRequest)(nil),   // 18: malachi.v1.GetClusterStatusRequest
+	(*GetClusterStatusResponse)(nil),  // 19: malachi.v1.GetClusterStatusResponse
+	(*Broker)(nil),                    // 20: malachi.v1.Broker
+	(*MetadataGroup)(nil),             // 21: malachi.v1.MetadataGroup
+	(*BlockedRange)(nil),              // 22: malachi.v1.BlockedRange
+	(*ListBlockedRangesRequest)(nil),  // 23: malachi.v1.ListBlockedRangesRequest
+	(*ListBlockedRangesResponse)(nil), // 24: malachi.v1.ListBlockedRangesResponse
+	(*Policy)(nil),                    // 25: malachi.v1.Policy
+	(*DescribePolicyRequest)(nil),     // 26: malachi.v1.DescribePolicyRequest
+	(*DescribePolicyResponse)(nil),    // 27: malachi.v1.DescribePolicyResponse
+	(*UpdatePolicyRequest)(nil),       // 28: malachi.v1.UpdatePolicyRequest
+	(*UpdatePolicyResponse)(nil),      // 29: malachi.v1.UpdatePolicyResponse
+	(*SetBrokerStateRequest)(nil),     // 30: malachi.v1.SetBrokerStateRequest
+	(*SetBrokerStateResponse)(nil),    // 31: malachi.v1.SetBrokerStateResponse
+	(*RaiseLevelRequest)(nil),         // 32: malachi.v1.RaiseLevelRequest
+	(*RaiseLevelResponse)(nil),        // 33: malachi.v1.RaiseLevelResponse
+	nil,                               // 34: malachi.v1.Topic.LabelsEntry
+	nil,                               // 35: malachi.v1.CreateTopicRequest.LabelsEntry
+	nil,                               // 36: malachi.v1.LabelSet.LabelsEntry
+	nil,                               // 37: malachi.v1.Broker.AddressesEntry
+	nil,                               // 38: malachi.v1.Broker.AttributesEntry
+	(*timestamppb.Timestamp)(nil),     // 39: google.protobuf.Timestamp
+	(*PageRequest)(nil),               // 40: malachi.v1.PageRequest
+	(*KeySlice)(nil),                  // 41: malachi.v1.KeySlice
+	(*durationpb.Duration)(nil),       // 42: google.protobuf.Duration
 }
 var file_malachi_v1_admin_proto_depIdxs = []int32{
-	24, // 0: malachi.v1.Topic.create_time:type_name -> google.protobuf.Timestamp
-	21, // 1: malachi.v1.Topic.labels:type_name -> malachi.v1.Topic.LabelsEntry
-	22, // 2: malachi.v1.CreateTopicRequest.labels:type_name -> malachi.v1.CreateTopicRequest.LabelsEntry
+	39, // 0: malachi.v1.Topic.create_time:type_name -> google.protobuf.Timestamp
+	34, // 1: malachi.v1.Topic.labels:type_name -> malachi.v1.Topic.LabelsEntry
+	35, // 2: malachi.v1.CreateTopicRequest.labels:type_name -> malachi.v1.CreateTopicRequest.LabelsEntry
 	2,  // 3: malachi.v1.CreateTopicResponse.topic:type_name -> malachi.v1.Topic
-	25, // 4: malachi.v1.ListTopicsRequest.page:type_name -> malachi.v1.PageRequest
+	40, // 4: malachi.v1.ListTopicsRequest.page:type_name -> malachi.v1.PageRequest
 	2,  // 5: malachi.v1.ListTopicsResponse.topics:type_name -> malachi.v1.Topic
 	2,  // 6: malachi.v1.DescribeTopicResponse.topic:type_name -> malachi.v1.Topic
 	9,  // 7: malachi.v1.DescribeTopicResponse.ranges:type_name -> malachi.v1.Range
-	26, // 8: malachi.v1.Range.slice:type_name -> malachi.v1.KeySlice
+	41, // 8: malachi.v1.Range.slice:type_name -> malachi.v1.KeySlice
 	0,  // 9: malachi.v1.Range.state:type_name -> malachi.v1.Range.State
 	11, // 10: malachi.v1.UpdateTopicRequest.labels:type_name -> malachi.v1.LabelSet
-	23, // 11: malachi.v1.LabelSet.labels:type_name -> malachi.v1.LabelSet.LabelsEntry
+	36, // 11: malachi.v1.LabelSet.labels:type_name -> malachi.v1.LabelSet.LabelsEntry
 	2,  // 12: malachi.v1.UpdateTopicResponse.topic:type_name -> malachi.v1.Topic
-	25, // 13: malachi.v1.ListSegmentsRequest.page:type_name -> malachi.v1.PageRequest
+	40, // 13: malachi.v1.ListSegmentsRequest.page:type_name -> malachi.v1.PageRequest
 	17, // 14: malachi.v1.ListSegmentsResponse.segments:type_name -> malachi.v1.Segment
 	1,  // 15: malachi.v1.Segment.state:type_name -> malachi.v1.Segment.State
-	24, // 16: malachi.v1.Segment.create_time:type_name -> google.protobuf.Timestamp
-	24, // 17: malachi.v1.Segment.seal_time:type_name -> google.protobuf.Timestamp
+	39, // 16: malachi.v1.Segment.create_time:type_name -> google.protobuf.Timestamp
+	39, // 17: malachi.v1.Segment.seal_time:type_name -> google.protobuf.Timestamp
 	20, // 18: malachi.v1.GetClusterStatusResponse.brokers:type_name -> malachi.v1.Broker
-	3,  // 19: malachi.v1.AdminService.CreateTopic:input_type -> malachi.v1.CreateTopicRequest
-	5,  // 20: malachi.v1.AdminService.ListTopics:input_type -> malachi.v1.ListTopicsRequest
-	7,  // 21: malachi.v1.AdminService.DescribeTopic:input_type -> malachi.v1.DescribeTopicRequest
-	10, // 22: malachi.v1.AdminService.UpdateTopic:input_type -> malachi.v1.UpdateTopicRequest
-	13, // 23: malachi.v1.AdminService.DeleteTopic:input_type -> malachi.v1.DeleteTopicRequest
-	15, // 24: malachi.v1.AdminService.ListSegments:input_type -> malachi.v1.ListSegmentsRequest
-	18, // 25: malachi.v1.AdminService.GetClusterStatus:input_type -> malachi.v1.GetClusterStatusRequest
-	4,  // 26: malachi.v1.AdminService.CreateTopic:output_type -> malachi.v1.CreateTopicResponse
-	6,  // 27: malachi.v1.AdminService.ListTopics:output_type -> malachi.v1.ListTopicsResponse
-	8,  // 28: malachi.v1.AdminService.DescribeTopic:output_type -> malachi.v1.DescribeTopicResponse
-	12, // 29: malachi.v1.AdminService.UpdateTopic:output_type -> malachi.v1.UpdateTopicResponse
-	14, // 30: malachi.v1.AdminService.DeleteTopic:output_type -> malachi.v1.DeleteTopicResponse
-	16, // 31: malachi.v1.AdminService.ListSegments:output_type -> malachi.v1.ListSegmentsResponse
-	19, // 32: malachi.v1.AdminService.GetClusterStatus:output_type -> malachi.v1.GetClusterStatusResponse
-	26, // [26:33] is the sub-list for method output_type
-	19, // [19:26] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	21, // 19: malachi.v1.GetClusterStatusResponse.groups:type_name -> malachi.v1.MetadataGroup
+	42, // 20: malachi.v1.Broker.absent:type_name -> google.protobuf.Duration
+	37, // 21: malachi.v1.Broker.addresses:type_name -> malachi.v1.Broker.AddressesEntry
+	38, // 22: malachi.v1.Broker.attributes:type_name -> malachi.v1.Broker.AttributesEntry
+	22, // 23: malachi.v1.ListBlockedRangesResponse.ranges:type_name -> malachi.v1.BlockedRange
+	42, // 24: malachi.v1.Policy.segment_max_age:type_name -> google.protobuf.Duration
+	25, // 25: malachi.v1.DescribePolicyResponse.policy:type_name -> malachi.v1.Policy
+	42, // 26: malachi.v1.UpdatePolicyRequest.segment_max_age:type_name -> google.protobuf.Duration
+	25, // 27: malachi.v1.UpdatePolicyResponse.policy:type_name -> malachi.v1.Policy
+	20, // 28: malachi.v1.SetBrokerStateResponse.broker:type_name -> malachi.v1.Broker
+	3,  // 29: malachi.v1.AdminService.CreateTopic:input_type -> malachi.v1.CreateTopicRequest
+	5,  // 30: malachi.v1.AdminService.ListTopics:input_type -> malachi.v1.ListTopicsRequest
+	7,  // 31: malachi.v1.AdminService.DescribeTopic:input_type -> malachi.v1.DescribeTopicRequest
+	10, // 32: malachi.v1.AdminService.UpdateTopic:input_type -> malachi.v1.UpdateTopicRequest
+	13, // 33: malachi.v1.AdminService.DeleteTopic:input_type -> malachi.v1.DeleteTopicRequest
+	15, // 34: malachi.v1.AdminService.ListSegments:input_type -> malachi.v1.ListSegmentsRequest
+	23, // 35: malachi.v1.AdminService.ListBlockedRanges:input_type -> malachi.v1.ListBlockedRangesRequest
+	18, // 36: malachi.v1.AdminService.GetClusterStatus:input_type -> malachi.v1.GetClusterStatusRequest
+	26, // 37: malachi.v1.AdminService.DescribePolicy:input_type -> malachi.v1.DescribePolicyRequest
+	28, // 38: malachi.v1.AdminService.UpdatePolicy:input_type -> malachi.v1.UpdatePolicyRequest
+	30, // 39: malachi.v1.AdminService.SetBrokerState:input_type -> malachi.v1.SetBrokerStateRequest
+	32, // 40: malachi.v1.AdminService.RaiseLevel:input_type -> malachi.v1.RaiseLevelRequest
+	4,  // 41: malachi.v1.AdminService.CreateTopic:output_type -> malachi.v1.CreateTopicResponse
+	6,  // 42: malachi.v1.AdminService.ListTopics:output_type -> malachi.v1.ListTopicsResponse
+	8,  // 43: malachi.v1.AdminService.DescribeTopic:output_type -> malachi.v1.DescribeTopicResponse
+	12, // 44: malachi.v1.AdminService.UpdateTopic:output_type -> malachi.v1.UpdateTopicResponse
+	14, // 45: malachi.v1.AdminService.DeleteTopic:output_type -> malachi.v1.DeleteTopicResponse
+	16, // 46: malachi.v1.AdminService.ListSegments:output_type -> malachi.v1.ListSegmentsResponse
+	24, // 47: malachi.v1.AdminService.ListBlockedRanges:output_type -> malachi.v1.ListBlockedRangesResponse
+	19, // 48: malachi.v1.AdminService.GetClusterStatus:output_type -> malachi.v1.GetClusterStatusResponse
+	27, // 49: malachi.v1.AdminService.DescribePolicy:output_type -> malachi.v1.DescribePolicyResponse
+	29, // 50: malachi.v1.AdminService.UpdatePolicy:output_type -> malachi.v1.UpdatePolicyResponse
+	31, // 51: malachi.v1.AdminService.SetBrokerState:output_type -> malachi.v1.SetBrokerStateResponse
+	33, // 52: malachi.v1.AdminService.RaiseLevel:output_type -> malachi.v1.RaiseLevelResponse
+	41, // [41:53] is the sub-list for method output_type
+	29, // [29:41] is the sub-list for method input_type
+	29, // [29:29] is the sub-list for extension type_name
+	29, // [29:29] is the sub-list for extension extendee
+	0,  // [0:29] is the sub-list for field type_name
 }
 
 func init() { file_malachi_v1_admin_proto_init() }
@@ -1558,13 +2556,15 @@ func file_malachi_v1_admin_proto_init() {
 	file_malachi_v1_admin_proto_msgTypes[7].OneofWrappers = []any{}
 	file_malachi_v1_admin_proto_msgTypes[8].OneofWrappers = []any{}
 	file_malachi_v1_admin_proto_msgTypes[15].OneofWrappers = []any{}
+	file_malachi_v1_admin_proto_msgTypes[23].OneofWrappers = []any{}
+	file_malachi_v1_admin_proto_msgTypes[26].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_malachi_v1_admin_proto_rawDesc), len(file_malachi_v1_admin_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   22,
+			NumMessages:   37,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -4,8 +4,8 @@
 
 import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
 import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
-import type { Timestamp } from "@bufbuild/protobuf/wkt";
-import { file_google_protobuf_timestamp } from "@bufbuild/protobuf/wkt";
+import type { Duration, Timestamp } from "@bufbuild/protobuf/wkt";
+import { file_google_protobuf_duration, file_google_protobuf_timestamp } from "@bufbuild/protobuf/wkt";
 import type { PageRequest } from "./common_pb";
 import { file_malachi_v1_common } from "./common_pb";
 import type { KeySlice } from "./produce_pb";
@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file malachi/v1/admin.proto.
  */
 export const file_malachi_v1_admin: GenFile = /*@__PURE__*/
-  fileDesc("ChZtYWxhY2hpL3YxL2FkbWluLnByb3RvEgptYWxhY2hpLnYxIvwBCgVUb3BpYxIMCgRuYW1lGAEgASgJEgsKA3VpZBgCIAEoCRIvCgtjcmVhdGVfdGltZRgDIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASFAoMbWV0YV92ZXJzaW9uGAQgASgEEi0KBmxhYmVscxgFIAMoCzIdLm1hbGFjaGkudjEuVG9waWMuTGFiZWxzRW50cnkSGwoTZGVsZXRpb25fcHJvdGVjdGlvbhgGIAEoCBIWCg5pbml0aWFsX3JhbmdlcxgHIAEoBRotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBItEBChJDcmVhdGVUb3BpY1JlcXVlc3QSDAoEbmFtZRgBIAEoCRIWCg5pbml0aWFsX3JhbmdlcxgCIAEoBRI6CgZsYWJlbHMYAyADKAsyKi5tYWxhY2hpLnYxLkNyZWF0ZVRvcGljUmVxdWVzdC5MYWJlbHNFbnRyeRIbChNkZWxldGlvbl9wcm90ZWN0aW9uGAQgASgIEg0KBW5vbmNlGAUgASgJGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiNwoTQ3JlYXRlVG9waWNSZXNwb25zZRIgCgV0b3BpYxgBIAEoCzIRLm1hbGFjaGkudjEuVG9waWMiSgoRTGlzdFRvcGljc1JlcXVlc3QSJQoEcGFnZRgBIAEoCzIXLm1hbGFjaGkudjEuUGFnZVJlcXVlc3QSDgoGcHJlZml4GAIgASgJIlAKEkxpc3RUb3BpY3NSZXNwb25zZRIhCgZ0b3BpY3MYASADKAsyES5tYWxhY2hpLnYxLlRvcGljEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSIkChREZXNjcmliZVRvcGljUmVxdWVzdBIMCgRuYW1lGAEgASgJIlwKFURlc2NyaWJlVG9waWNSZXNwb25zZRIgCgV0b3BpYxgBIAEoCzIRLm1hbGFjaGkudjEuVG9waWMSIQoGcmFuZ2VzGAIgAygLMhEubWFsYWNoaS52MS5SYW5nZSKyAgoFUmFuZ2USCgoCaWQYASABKAkSIwoFc2xpY2UYAiABKAsyFC5tYWxhY2hpLnYxLktleVNsaWNlEiYKBXN0YXRlGAMgASgOMhcubWFsYWNoaS52MS5SYW5nZS5TdGF0ZRINCgVzdGFydBgEIAEoBBISCgpzZWFsZWRfZW5kGAUgASgEEhQKDG9wZW5fc2VnbWVudBgGIAEoCRIQCghzZWdtZW50cxgHIAEoBRIaCg1jb21taXR0ZWRfZW5kGAggASgESACIAQESEgoKYmxvY2tlZF9ieRgJIAEoCSJDCgVTdGF0ZRIVChFTVEFURV9VTlNQRUNJRklFRBAAEgoKBkFDVElWRRABEgsKB1NFQUxJTkcQAhIKCgZTRUFMRUQQA0IQCg5fY29tbWl0dGVkX2VuZCKfAQoSVXBkYXRlVG9waWNSZXF1ZXN0EgwKBG5hbWUYASABKAkSGwoTZXhwZWN0X21ldGFfdmVyc2lvbhgCIAEoBBIkCgZsYWJlbHMYAyABKAsyFC5tYWxhY2hpLnYxLkxhYmVsU2V0EiAKE2RlbGV0aW9uX3Byb3RlY3Rpb24YBCABKAhIAIgBAUIWChRfZGVsZXRpb25fcHJvdGVjdGlvbiJrCghMYWJlbFNldBIwCgZsYWJlbHMYASADKAsyIC5tYWxhY2hpLnYxLkxhYmVsU2V0LkxhYmVsc0VudHJ5Gi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiNwoTVXBkYXRlVG9waWNSZXNwb25zZRIgCgV0b3BpYxgBIAEoCzIRLm1hbGFjaGkudjEuVG9waWMiTAoSRGVsZXRlVG9waWNSZXF1ZXN0EgwKBG5hbWUYASABKAkSGwoTZXhwZWN0X21ldGFfdmVyc2lvbhgCIAEoBBILCgN1aWQYAyABKAkiFQoTRGVsZXRlVG9waWNSZXNwb25zZSJLChNMaXN0U2VnbWVudHNSZXF1ZXN0Eg0KBXRvcGljGAEgASgJEiUKBHBhZ2UYAiABKAsyFy5tYWxhY2hpLnYxLlBhZ2VSZXF1ZXN0IlYKFExpc3RTZWdtZW50c1Jlc3BvbnNlEiUKCHNlZ21lbnRzGAEgAygLMhMubWFsYWNoaS52MS5TZWdtZW50EhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSLwAgoHU2VnbWVudBIKCgJpZBgBIAEoCRINCgVyYW5nZRgCIAEoCRIoCgVzdGF0ZRgDIAEoDjIZLm1hbGFjaGkudjEuU2VnbWVudC5TdGF0ZRIMCgRiYXNlGAQgASgEEhAKA2VuZBgFIAEoBEgAiAEBEhIKBWJ5dGVzGAYgASgESAGIAQESDgoGZGlnZXN0GAcgASgJEhAKCHJlcGxpY2FzGAggAygJEi8KC2NyZWF0ZV90aW1lGAkgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBItCglzZWFsX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhMKC3NlYWxfcmVhc29uGAsgASgJIkMKBVN0YXRlEhUKEVNUQVRFX1VOU1BFQ0lGSUVEEAASCAoET1BFThABEgoKBlNFQUxFRBACEg0KCUFCQU5ET05FRBADQgYKBF9lbmRCCAoGX2J5dGVzIhkKF0dldENsdXN0ZXJTdGF0dXNSZXF1ZXN0IoMBChhHZXRDbHVzdGVyU3RhdHVzUmVzcG9uc2USEgoKY2x1c3Rlcl9pZBgBIAEoCRINCgVsZXZlbBgCIAEoBRIjCgdicm9rZXJzGAMgAygLMhIubWFsYWNoaS52MS5Ccm9rZXISDgoGdm5vZGVzGAQgASgFEg8KB3ZlcnNpb24YBSABKAkiZAoGQnJva2VyEgoKAmlkGAEgASgJEgwKBGJvb3QYAiABKAQSDQoFc3RhdGUYAyABKAkSFwoPZGlza19mcmVlX2J5dGVzGAQgASgEEhgKEGRpc2tfdG90YWxfYnl0ZXMYBSABKAQy5wQKDEFkbWluU2VydmljZRJOCgtDcmVhdGVUb3BpYxIeLm1hbGFjaGkudjEuQ3JlYXRlVG9waWNSZXF1ZXN0Gh8ubWFsYWNoaS52MS5DcmVhdGVUb3BpY1Jlc3BvbnNlElAKCkxpc3RUb3BpY3MSHS5tYWxhY2hpLnYxLkxpc3RUb3BpY3NSZXF1ZXN0Gh4ubWFsYWNoaS52MS5MaXN0VG9waWNzUmVzcG9uc2UiA5ACARJZCg1EZXNjcmliZVRvcGljEiAubWFsYWNoaS52MS5EZXNjcmliZVRvcGljUmVxdWVzdBohLm1hbGFjaGkudjEuRGVzY3JpYmVUb3BpY1Jlc3BvbnNlIgOQAgESTgoLVXBkYXRlVG9waWMSHi5tYWxhY2hpLnYxLlVwZGF0ZVRvcGljUmVxdWVzdBofLm1hbGFjaGkudjEuVXBkYXRlVG9waWNSZXNwb25zZRJOCgtEZWxldGVUb3BpYxIeLm1hbGFjaGkudjEuRGVsZXRlVG9waWNSZXF1ZXN0Gh8ubWFsYWNoaS52MS5EZWxldGVUb3BpY1Jlc3BvbnNlElYKDExpc3RTZWdtZW50cxIfLm1hbGFjaGkudjEuTGlzdFNlZ21lbnRzUmVxdWVzdBogLm1hbGFjaGkudjEuTGlzdFNlZ21lbnRzUmVzcG9uc2UiA5ACARJiChBHZXRDbHVzdGVyU3RhdHVzEiMubWFsYWNoaS52MS5HZXRDbHVzdGVyU3RhdHVzUmVxdWVzdBokLm1hbGFjaGkudjEuR2V0Q2x1c3RlclN0YXR1c1Jlc3BvbnNlIgOQAgFCO1o5Z2l0aHViLmNvbS9tYWxhY2hpbG9nL21hbGFjaGkvZ2VuL2dvL21hbGFjaGkvdjE7bWFsYWNoaXYxYgZwcm90bzM", [file_google_protobuf_timestamp, file_malachi_v1_common, file_malachi_v1_produce]);
+  fileDesc("ChZtYWxhY2hpL3YxL2FkbWluLnByb3RvEgptYWxhY2hpLnYxIvwBCgVUb3BpYxIMCgRuYW1lGAEgASgJEgsKA3VpZBgCIAEoCRIvCgtjcmVhdGVfdGltZRgDIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASFAoMbWV0YV92ZXJzaW9uGAQgASgEEi0KBmxhYmVscxgFIAMoCzIdLm1hbGFjaGkudjEuVG9waWMuTGFiZWxzRW50cnkSGwoTZGVsZXRpb25fcHJvdGVjdGlvbhgGIAEoCBIWCg5pbml0aWFsX3JhbmdlcxgHIAEoBRotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBItEBChJDcmVhdGVUb3BpY1JlcXVlc3QSDAoEbmFtZRgBIAEoCRIWCg5pbml0aWFsX3JhbmdlcxgCIAEoBRI6CgZsYWJlbHMYAyADKAsyKi5tYWxhY2hpLnYxLkNyZWF0ZVRvcGljUmVxdWVzdC5MYWJlbHNFbnRyeRIbChNkZWxldGlvbl9wcm90ZWN0aW9uGAQgASgIEg0KBW5vbmNlGAUgASgJGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiNwoTQ3JlYXRlVG9waWNSZXNwb25zZRIgCgV0b3BpYxgBIAEoCzIRLm1hbGFjaGkudjEuVG9waWMiSgoRTGlzdFRvcGljc1JlcXVlc3QSJQoEcGFnZRgBIAEoCzIXLm1hbGFjaGkudjEuUGFnZVJlcXVlc3QSDgoGcHJlZml4GAIgASgJIlAKEkxpc3RUb3BpY3NSZXNwb25zZRIhCgZ0b3BpY3MYASADKAsyES5tYWxhY2hpLnYxLlRvcGljEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSIkChREZXNjcmliZVRvcGljUmVxdWVzdBIMCgRuYW1lGAEgASgJIlwKFURlc2NyaWJlVG9waWNSZXNwb25zZRIgCgV0b3BpYxgBIAEoCzIRLm1hbGFjaGkudjEuVG9waWMSIQoGcmFuZ2VzGAIgAygLMhEubWFsYWNoaS52MS5SYW5nZSKyAgoFUmFuZ2USCgoCaWQYASABKAkSIwoFc2xpY2UYAiABKAsyFC5tYWxhY2hpLnYxLktleVNsaWNlEiYKBXN0YXRlGAMgASgOMhcubWFsYWNoaS52MS5SYW5nZS5TdGF0ZRINCgVzdGFydBgEIAEoBBISCgpzZWFsZWRfZW5kGAUgASgEEhQKDG9wZW5fc2VnbWVudBgGIAEoCRIQCghzZWdtZW50cxgHIAEoBRIaCg1jb21taXR0ZWRfZW5kGAggASgESACIAQESEgoKYmxvY2tlZF9ieRgJIAEoCSJDCgVTdGF0ZRIVChFTVEFURV9VTlNQRUNJRklFRBAAEgoKBkFDVElWRRABEgsKB1NFQUxJTkcQAhIKCgZTRUFMRUQQA0IQCg5fY29tbWl0dGVkX2VuZCKfAQoSVXBkYXRlVG9waWNSZXF1ZXN0EgwKBG5hbWUYASABKAkSGwoTZXhwZWN0X21ldGFfdmVyc2lvbhgCIAEoBBIkCgZsYWJlbHMYAyABKAsyFC5tYWxhY2hpLnYxLkxhYmVsU2V0EiAKE2RlbGV0aW9uX3Byb3RlY3Rpb24YBCABKAhIAIgBAUIWChRfZGVsZXRpb25fcHJvdGVjdGlvbiJrCghMYWJlbFNldBIwCgZsYWJlbHMYASADKAsyIC5tYWxhY2hpLnYxLkxhYmVsU2V0LkxhYmVsc0VudHJ5Gi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiNwoTVXBkYXRlVG9waWNSZXNwb25zZRIgCgV0b3BpYxgBIAEoCzIRLm1hbGFjaGkudjEuVG9waWMiTAoSRGVsZXRlVG9waWNSZXF1ZXN0EgwKBG5hbWUYASABKAkSGwoTZXhwZWN0X21ldGFfdmVyc2lvbhgCIAEoBBILCgN1aWQYAyABKAkiFQoTRGVsZXRlVG9waWNSZXNwb25zZSJLChNMaXN0U2VnbWVudHNSZXF1ZXN0Eg0KBXRvcGljGAEgASgJEiUKBHBhZ2UYAiABKAsyFy5tYWxhY2hpLnYxLlBhZ2VSZXF1ZXN0IlYKFExpc3RTZWdtZW50c1Jlc3BvbnNlEiUKCHNlZ21lbnRzGAEgAygLMhMubWFsYWNoaS52MS5TZWdtZW50EhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSLwAgoHU2VnbWVudBIKCgJpZBgBIAEoCRINCgVyYW5nZRgCIAEoCRIoCgVzdGF0ZRgDIAEoDjIZLm1hbGFjaGkudjEuU2VnbWVudC5TdGF0ZRIMCgRiYXNlGAQgASgEEhAKA2VuZBgFIAEoBEgAiAEBEhIKBWJ5dGVzGAYgASgESAGIAQESDgoGZGlnZXN0GAcgASgJEhAKCHJlcGxpY2FzGAggAygJEi8KC2NyZWF0ZV90aW1lGAkgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBItCglzZWFsX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhMKC3NlYWxfcmVhc29uGAsgASgJIkMKBVN0YXRlEhUKEVNUQVRFX1VOU1BFQ0lGSUVEEAASCAoET1BFThABEgoKBlNFQUxFRBACEg0KCUFCQU5ET05FRBADQgYKBF9lbmRCCAoGX2J5dGVzIhkKF0dldENsdXN0ZXJTdGF0dXNSZXF1ZXN0Iq4BChhHZXRDbHVzdGVyU3RhdHVzUmVzcG9uc2USEgoKY2x1c3Rlcl9pZBgBIAEoCRINCgVsZXZlbBgCIAEoBRIjCgdicm9rZXJzGAMgAygLMhIubWFsYWNoaS52MS5Ccm9rZXISDgoGdm5vZGVzGAQgASgFEg8KB3ZlcnNpb24YBSABKAkSKQoGZ3JvdXBzGAYgAygLMhkubWFsYWNoaS52MS5NZXRhZGF0YUdyb3VwIr4DCgZCcm9rZXISCgoCaWQYASABKAkSDAoEYm9vdBgCIAEoBBINCgVzdGF0ZRgDIAEoCRIXCg9kaXNrX2ZyZWVfYnl0ZXMYBCABKAQSGAoQZGlza190b3RhbF9ieXRlcxgFIAEoBBIcChRhZG1pbmlzdHJhdGl2ZV9zdGF0ZRgGIAEoCRINCgVhbGl2ZRgHIAEoCBIpCgZhYnNlbnQYCCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNAoJYWRkcmVzc2VzGAkgAygLMiEubWFsYWNoaS52MS5Ccm9rZXIuQWRkcmVzc2VzRW50cnkSNgoKYXR0cmlidXRlcxgKIAMoCzIiLm1hbGFjaGkudjEuQnJva2VyLkF0dHJpYnV0ZXNFbnRyeRIPCgd2ZXJzaW9uGAsgASgJEg0KBWxldmVsGAwgASgFEg0KBXdhaXRzGA0gAygJGjAKDkFkZHJlc3Nlc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEaMQoPQXR0cmlidXRlc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEicgoNTWV0YWRhdGFHcm91cBINCgV2bm9kZRgBIAEoBRIOCgZsZWFkZXIYAiABKAkSDgoGdm90ZXJzGAMgAygJEhIKCm5vbl92b3RpbmcYBCADKAkSDwoHYXBwbGllZBgFIAEoBBINCgV3YWl0cxgGIAEoCSI4CgxCbG9ja2VkUmFuZ2USDQoFdG9waWMYASABKAkSDQoFcmFuZ2UYAiABKAkSCgoCYnkYAyABKAkiGgoYTGlzdEJsb2NrZWRSYW5nZXNSZXF1ZXN0IkUKGUxpc3RCbG9ja2VkUmFuZ2VzUmVzcG9uc2USKAoGcmFuZ2VzGAEgAygLMhgubWFsYWNoaS52MS5CbG9ja2VkUmFuZ2UilwIKBlBvbGljeRIMCgRuYW1lGAEgASgJEg8KB3ZlcnNpb24YAiABKAQSGgoScmVwbGljYXRpb25fZmFjdG9yGAMgASgFEhkKDG1pbl9yZXBsaWNhcxgEIAEoBUgAiAEBEgwKBGFja3MYBSABKAkSEQoJc3ByZWFkX2J5GAYgASgJEhMKC21pbl9kb21haW5zGAcgASgFEhEKCXBsYWNlbWVudBgIIAEoCRIZChFzZWdtZW50X21heF9ieXRlcxgJIAEoBBIyCg9zZWdtZW50X21heF9hZ2UYCiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDgoGcXVvcnVtGAsgASgFQg8KDV9taW5fcmVwbGljYXMiJQoVRGVzY3JpYmVQb2xpY3lSZXF1ZXN0EgwKBG5hbWUYASABKAkiPAoWRGVzY3JpYmVQb2xpY3lSZXNwb25zZRIiCgZwb2xpY3kYASABKAsyEi5tYWxhY2hpLnYxLlBvbGljeSKbAwoTVXBkYXRlUG9saWN5UmVxdWVzdBIMCgRuYW1lGAEgASgJEhYKDmV4cGVjdF92ZXJzaW9uGAIgASgEEh8KEnJlcGxpY2F0aW9uX2ZhY3RvchgDIAEoBUgAiAEBEhkKDG1pbl9yZXBsaWNhcxgEIAEoBUgBiAEBEhEKBGFja3MYBSABKAlIAogBARIWCglzcHJlYWRfYnkYBiABKAlIA4gBARIYCgttaW5fZG9tYWlucxgHIAEoBUgEiAEBEhYKCXBsYWNlbWVudBgIIAEoCUgFiAEBEh4KEXNlZ21lbnRfbWF4X2J5dGVzGAkgASgESAaIAQESMgoPc2VnbWVudF9tYXhfYWdlGAogASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQhUKE19yZXBsaWNhdGlvbl9mYWN0b3JCDwoNX21pbl9yZXBsaWNhc0IHCgVfYWNrc0IMCgpfc3ByZWFkX2J5Qg4KDF9taW5fZG9tYWluc0IMCgpfcGxhY2VtZW50QhQKEl9zZWdtZW50X21heF9ieXRlcyI6ChRVcGRhdGVQb2xpY3lSZXNwb25zZRIiCgZwb2xpY3kYASABKAsyEi5tYWxhY2hpLnYxLlBvbGljeSI2ChVTZXRCcm9rZXJTdGF0ZVJlcXVlc3QSDgoGYnJva2VyGAEgASgJEg0KBXN0YXRlGAIgASgJIjwKFlNldEJyb2tlclN0YXRlUmVzcG9uc2USIgoGYnJva2VyGAEgASgLMhIubWFsYWNoaS52MS5Ccm9rZXIiIgoRUmFpc2VMZXZlbFJlcXVlc3QSDQoFbGV2ZWwYASABKAUiIwoSUmFpc2VMZXZlbFJlc3BvbnNlEg0KBWxldmVsGAEgASgFMqUICgxBZG1pblNlcnZpY2USTgoLQ3JlYXRlVG9waWMSHi5tYWxhY2hpLnYxLkNyZWF0ZVRvcGljUmVxdWVzdBofLm1hbGFjaGkudjEuQ3JlYXRlVG9waWNSZXNwb25zZRJQCgpMaXN0VG9waWNzEh0ubWFsYWNoaS52MS5MaXN0VG9waWNzUmVxdWVzdBoeLm1hbGFjaGkudjEuTGlzdFRvcGljc1Jlc3BvbnNlIgOQAgESWQoNRGVzY3JpYmVUb3BpYxIgLm1hbGFjaGkudjEuRGVzY3JpYmVUb3BpY1JlcXVlc3QaIS5tYWxhY2hpLnYxLkRlc2NyaWJlVG9waWNSZXNwb25zZSIDkAIBEk4KC1VwZGF0ZVRvcGljEh4ubWFsYWNoaS52MS5VcGRhdGVUb3BpY1JlcXVlc3QaHy5tYWxhY2hpLnYxLlVwZGF0ZVRvcGljUmVzcG9uc2USTgoLRGVsZXRlVG9waWMSHi5tYWxhY2hpLnYxLkRlbGV0ZVRvcGljUmVxdWVzdBofLm1hbGFjaGkudjEuRGVsZXRlVG9waWNSZXNwb25zZRJWCgxMaXN0U2VnbWVudHMSHy5tYWxhY2hpLnYxLkxpc3RTZWdtZW50c1JlcXVlc3QaIC5tYWxhY2hpLnYxLkxpc3RTZWdtZW50c1Jlc3BvbnNlIgOQAgESZQoRTGlzdEJsb2NrZWRSYW5nZXMSJC5tYWxhY2hpLnYxLkxpc3RCbG9ja2VkUmFuZ2VzUmVxdWVzdBolLm1hbGFjaGkudjEuTGlzdEJsb2NrZWRSYW5nZXNSZXNwb25zZSIDkAIBEmIKEEdldENsdXN0ZXJTdGF0dXMSIy5tYWxhY2hpLnYxLkdldENsdXN0ZXJTdGF0dXNSZXF1ZXN0GiQubWFsYWNoaS52MS5HZXRDbHVzdGVyU3RhdHVzUmVzcG9uc2UiA5ACARJcCg5EZXNjcmliZVBvbGljeRIhLm1hbGFjaGkudjEuRGVzY3JpYmVQb2xpY3lSZXF1ZXN0GiIubWFsYWNoaS52MS5EZXNjcmliZVBvbGljeVJlc3BvbnNlIgOQAgESUQoMVXBkYXRlUG9saWN5Eh8ubWFsYWNoaS52MS5VcGRhdGVQb2xpY3lSZXF1ZXN0GiAubWFsYWNoaS52MS5VcGRhdGVQb2xpY3lSZXNwb25zZRJXCg5TZXRCcm9rZXJTdGF0ZRIhLm1hbGFjaGkudjEuU2V0QnJva2VyU3RhdGVSZXF1ZXN0GiIubWFsYWNoaS52MS5TZXRCcm9rZXJTdGF0ZVJlc3BvbnNlEksKClJhaXNlTGV2ZWwSHS5tYWxhY2hpLnYxLlJhaXNlTGV2ZWxSZXF1ZXN0Gh4ubWFsYWNoaS52MS5SYWlzZUxldmVsUmVzcG9uc2VCO1o5Z2l0aHViLmNvbS9tYWxhY2hpbG9nL21hbGFjaGkvZ2VuL2dvL21hbGFjaGkvdjE7bWFsYWNoaXYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_malachi_v1_common, file_malachi_v1_produce]);
 
 /**
  * @generated from message malachi.v1.Topic
@@ -615,6 +615,11 @@ export type GetClusterStatusResponse = Message<"malachi.v1.GetClusterStatusRespo
    * @generated from field: string version = 5;
    */
   version: string;
+
+  /**
+   * @generated from field: repeated malachi.v1.MetadataGroup groups = 6;
+   */
+  groups: MetadataGroup[];
 };
 
 /**
@@ -639,7 +644,7 @@ export type Broker = Message<"malachi.v1.Broker"> & {
   boot: bigint;
 
   /**
-   * "serving", "storage_failed", "disk_full".
+   * "serving", "storage_failed", "disk_full": of the broker that answers; empty for others.
    *
    * @generated from field: string state = 3;
    */
@@ -654,6 +659,54 @@ export type Broker = Message<"malachi.v1.Broker"> & {
    * @generated from field: uint64 disk_total_bytes = 5;
    */
   diskTotalBytes: bigint;
+
+  /**
+   * "active", "draining", "decommissioning": what was asked of it.
+   *
+   * @generated from field: string administrative_state = 6;
+   */
+  administrativeState: string;
+
+  /**
+   * The answering broker sees it.
+   *
+   * @generated from field: bool alive = 7;
+   */
+  alive: boolean;
+
+  /**
+   * @generated from field: google.protobuf.Duration absent = 8;
+   */
+  absent?: Duration | undefined;
+
+  /**
+   * "api", "ops", "rpc", "raft", "gossip" -> host:port.
+   *
+   * @generated from field: map<string, string> addresses = 9;
+   */
+  addresses: { [key: string]: string };
+
+  /**
+   * @generated from field: map<string, string> attributes = 10;
+   */
+  attributes: { [key: string]: string };
+
+  /**
+   * @generated from field: string version = 11;
+   */
+  version: string;
+
+  /**
+   * @generated from field: int32 level = 12;
+   */
+  level: number;
+
+  /**
+   * What a drain or decommission still waits for.
+   *
+   * @generated from field: repeated string waits = 13;
+   */
+  waits: string[];
 };
 
 /**
@@ -664,7 +717,387 @@ export const BrokerSchema: GenMessage<Broker> = /*@__PURE__*/
   messageDesc(file_malachi_v1_admin, 18);
 
 /**
- * Topics, ranges and segments.
+ * A metadata group: the root, or one shard.
+ *
+ * @generated from message malachi.v1.MetadataGroup
+ */
+export type MetadataGroup = Message<"malachi.v1.MetadataGroup"> & {
+  /**
+   * -1 is the root.
+   *
+   * @generated from field: int32 vnode = 1;
+   */
+  vnode: number;
+
+  /**
+   * @generated from field: string leader = 2;
+   */
+  leader: string;
+
+  /**
+   * @generated from field: repeated string voters = 3;
+   */
+  voters: string[];
+
+  /**
+   * @generated from field: repeated string non_voting = 4;
+   */
+  nonVoting: string[];
+
+  /**
+   * @generated from field: uint64 applied = 5;
+   */
+  applied: bigint;
+
+  /**
+   * What the next change of its members waits for.
+   *
+   * @generated from field: string waits = 6;
+   */
+  waits: string;
+};
+
+/**
+ * Describes the message malachi.v1.MetadataGroup.
+ * Use `create(MetadataGroupSchema)` to create a new message.
+ */
+export const MetadataGroupSchema: GenMessage<MetadataGroup> = /*@__PURE__*/
+  messageDesc(file_malachi_v1_admin, 19);
+
+/**
+ * @generated from message malachi.v1.BlockedRange
+ */
+export type BlockedRange = Message<"malachi.v1.BlockedRange"> & {
+  /**
+   * @generated from field: string topic = 1;
+   */
+  topic: string;
+
+  /**
+   * @generated from field: string range = 2;
+   */
+  range: string;
+
+  /**
+   * @generated from field: string by = 3;
+   */
+  by: string;
+};
+
+/**
+ * Describes the message malachi.v1.BlockedRange.
+ * Use `create(BlockedRangeSchema)` to create a new message.
+ */
+export const BlockedRangeSchema: GenMessage<BlockedRange> = /*@__PURE__*/
+  messageDesc(file_malachi_v1_admin, 20);
+
+/**
+ * @generated from message malachi.v1.ListBlockedRangesRequest
+ */
+export type ListBlockedRangesRequest = Message<"malachi.v1.ListBlockedRangesRequest"> & {
+};
+
+/**
+ * Describes the message malachi.v1.ListBlockedRangesRequest.
+ * Use `create(ListBlockedRangesRequestSchema)` to create a new message.
+ */
+export const ListBlockedRangesRequestSchema: GenMessage<ListBlockedRangesRequest> = /*@__PURE__*/
+  messageDesc(file_malachi_v1_admin, 21);
+
+/**
+ * @generated from message malachi.v1.ListBlockedRangesResponse
+ */
+export type ListBlockedRangesResponse = Message<"malachi.v1.ListBlockedRangesResponse"> & {
+  /**
+   * @generated from field: repeated malachi.v1.BlockedRange ranges = 1;
+   */
+  ranges: BlockedRange[];
+};
+
+/**
+ * Describes the message malachi.v1.ListBlockedRangesResponse.
+ * Use `create(ListBlockedRangesResponseSchema)` to create a new message.
+ */
+export const ListBlockedRangesResponseSchema: GenMessage<ListBlockedRangesResponse> = /*@__PURE__*/
+  messageDesc(file_malachi_v1_admin, 22);
+
+/**
+ * @generated from message malachi.v1.Policy
+ */
+export type Policy = Message<"malachi.v1.Policy"> & {
+  /**
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * Rises with every change; pass it to UpdatePolicy to change only what you have seen.
+   *
+   * @generated from field: uint64 version = 2;
+   */
+  version: bigint;
+
+  /**
+   * Copies of every record, 1 to 7.
+   *
+   * @generated from field: int32 replication_factor = 3;
+   */
+  replicationFactor: number;
+
+  /**
+   * With fewer live replicas no segment is opened. Unset: it follows the quorum.
+   *
+   * @generated from field: optional int32 min_replicas = 4;
+   */
+  minReplicas?: number | undefined;
+
+  /**
+   * "quorum" or "all".
+   *
+   * @generated from field: string acks = 5;
+   */
+  acks: string;
+
+  /**
+   * Attribute of brokers over whose values the copies are spread. Empty: over none.
+   *
+   * @generated from field: string spread_by = 6;
+   */
+  spreadBy: string;
+
+  /**
+   * @generated from field: int32 min_domains = 7;
+   */
+  minDomains: number;
+
+  /**
+   * "soft" or "hard": whether a set that reaches fewer domains is placed all the same.
+   *
+   * @generated from field: string placement = 8;
+   */
+  placement: string;
+
+  /**
+   * @generated from field: uint64 segment_max_bytes = 9;
+   */
+  segmentMaxBytes: bigint;
+
+  /**
+   * @generated from field: google.protobuf.Duration segment_max_age = 10;
+   */
+  segmentMaxAge?: Duration | undefined;
+
+  /**
+   * Derived: how many copies acknowledge.
+   *
+   * @generated from field: int32 quorum = 11;
+   */
+  quorum: number;
+};
+
+/**
+ * Describes the message malachi.v1.Policy.
+ * Use `create(PolicySchema)` to create a new message.
+ */
+export const PolicySchema: GenMessage<Policy> = /*@__PURE__*/
+  messageDesc(file_malachi_v1_admin, 23);
+
+/**
+ * @generated from message malachi.v1.DescribePolicyRequest
+ */
+export type DescribePolicyRequest = Message<"malachi.v1.DescribePolicyRequest"> & {
+  /**
+   * "default", the only one there is.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+};
+
+/**
+ * Describes the message malachi.v1.DescribePolicyRequest.
+ * Use `create(DescribePolicyRequestSchema)` to create a new message.
+ */
+export const DescribePolicyRequestSchema: GenMessage<DescribePolicyRequest> = /*@__PURE__*/
+  messageDesc(file_malachi_v1_admin, 24);
+
+/**
+ * @generated from message malachi.v1.DescribePolicyResponse
+ */
+export type DescribePolicyResponse = Message<"malachi.v1.DescribePolicyResponse"> & {
+  /**
+   * @generated from field: malachi.v1.Policy policy = 1;
+   */
+  policy?: Policy | undefined;
+};
+
+/**
+ * Describes the message malachi.v1.DescribePolicyResponse.
+ * Use `create(DescribePolicyResponseSchema)` to create a new message.
+ */
+export const DescribePolicyResponseSchema: GenMessage<DescribePolicyResponse> = /*@__PURE__*/
+  messageDesc(file_malachi_v1_admin, 25);
+
+/**
+ * @generated from message malachi.v1.UpdatePolicyRequest
+ */
+export type UpdatePolicyRequest = Message<"malachi.v1.UpdatePolicyRequest"> & {
+  /**
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * 0: whichever is there now.
+   *
+   * @generated from field: uint64 expect_version = 2;
+   */
+  expectVersion: bigint;
+
+  /**
+   * @generated from field: optional int32 replication_factor = 3;
+   */
+  replicationFactor?: number | undefined;
+
+  /**
+   * 0 unsets it.
+   *
+   * @generated from field: optional int32 min_replicas = 4;
+   */
+  minReplicas?: number | undefined;
+
+  /**
+   * @generated from field: optional string acks = 5;
+   */
+  acks?: string | undefined;
+
+  /**
+   * @generated from field: optional string spread_by = 6;
+   */
+  spreadBy?: string | undefined;
+
+  /**
+   * @generated from field: optional int32 min_domains = 7;
+   */
+  minDomains?: number | undefined;
+
+  /**
+   * @generated from field: optional string placement = 8;
+   */
+  placement?: string | undefined;
+
+  /**
+   * @generated from field: optional uint64 segment_max_bytes = 9;
+   */
+  segmentMaxBytes?: bigint | undefined;
+
+  /**
+   * @generated from field: google.protobuf.Duration segment_max_age = 10;
+   */
+  segmentMaxAge?: Duration | undefined;
+};
+
+/**
+ * Describes the message malachi.v1.UpdatePolicyRequest.
+ * Use `create(UpdatePolicyRequestSchema)` to create a new message.
+ */
+export const UpdatePolicyRequestSchema: GenMessage<UpdatePolicyRequest> = /*@__PURE__*/
+  messageDesc(file_malachi_v1_admin, 26);
+
+/**
+ * @generated from message malachi.v1.UpdatePolicyResponse
+ */
+export type UpdatePolicyResponse = Message<"malachi.v1.UpdatePolicyResponse"> & {
+  /**
+   * @generated from field: malachi.v1.Policy policy = 1;
+   */
+  policy?: Policy | undefined;
+};
+
+/**
+ * Describes the message malachi.v1.UpdatePolicyResponse.
+ * Use `create(UpdatePolicyResponseSchema)` to create a new message.
+ */
+export const UpdatePolicyResponseSchema: GenMessage<UpdatePolicyResponse> = /*@__PURE__*/
+  messageDesc(file_malachi_v1_admin, 27);
+
+/**
+ * @generated from message malachi.v1.SetBrokerStateRequest
+ */
+export type SetBrokerStateRequest = Message<"malachi.v1.SetBrokerStateRequest"> & {
+  /**
+   * @generated from field: string broker = 1;
+   */
+  broker: string;
+
+  /**
+   * "active", "draining" or "decommissioning".
+   *
+   * @generated from field: string state = 2;
+   */
+  state: string;
+};
+
+/**
+ * Describes the message malachi.v1.SetBrokerStateRequest.
+ * Use `create(SetBrokerStateRequestSchema)` to create a new message.
+ */
+export const SetBrokerStateRequestSchema: GenMessage<SetBrokerStateRequest> = /*@__PURE__*/
+  messageDesc(file_malachi_v1_admin, 28);
+
+/**
+ * @generated from message malachi.v1.SetBrokerStateResponse
+ */
+export type SetBrokerStateResponse = Message<"malachi.v1.SetBrokerStateResponse"> & {
+  /**
+   * @generated from field: malachi.v1.Broker broker = 1;
+   */
+  broker?: Broker | undefined;
+};
+
+/**
+ * Describes the message malachi.v1.SetBrokerStateResponse.
+ * Use `create(SetBrokerStateResponseSchema)` to create a new message.
+ */
+export const SetBrokerStateResponseSchema: GenMessage<SetBrokerStateResponse> = /*@__PURE__*/
+  messageDesc(file_malachi_v1_admin, 29);
+
+/**
+ * @generated from message malachi.v1.RaiseLevelRequest
+ */
+export type RaiseLevelRequest = Message<"malachi.v1.RaiseLevelRequest"> & {
+  /**
+   * @generated from field: int32 level = 1;
+   */
+  level: number;
+};
+
+/**
+ * Describes the message malachi.v1.RaiseLevelRequest.
+ * Use `create(RaiseLevelRequestSchema)` to create a new message.
+ */
+export const RaiseLevelRequestSchema: GenMessage<RaiseLevelRequest> = /*@__PURE__*/
+  messageDesc(file_malachi_v1_admin, 30);
+
+/**
+ * @generated from message malachi.v1.RaiseLevelResponse
+ */
+export type RaiseLevelResponse = Message<"malachi.v1.RaiseLevelResponse"> & {
+  /**
+   * @generated from field: int32 level = 1;
+   */
+  level: number;
+};
+
+/**
+ * Describes the message malachi.v1.RaiseLevelResponse.
+ * Use `create(RaiseLevelResponseSchema)` to create a new message.
+ */
+export const RaiseLevelResponseSchema: GenMessage<RaiseLevelResponse> = /*@__PURE__*/
+  messageDesc(file_malachi_v1_admin, 31);
+
+/**
+ * Topics, ranges, segments, the policy, brokers and the cluster.
  *
  * @generated from service malachi.v1.AdminService
  */
@@ -720,12 +1153,61 @@ export const AdminService: GenService<{
     output: typeof ListSegmentsResponseSchema;
   },
   /**
+   * ListBlockedRanges lists the ranges that cannot be written now, and what each waits for.
+   *
+   * @generated from rpc malachi.v1.AdminService.ListBlockedRanges
+   */
+  listBlockedRanges: {
+    methodKind: "unary";
+    input: typeof ListBlockedRangesRequestSchema;
+    output: typeof ListBlockedRangesResponseSchema;
+  },
+  /**
    * @generated from rpc malachi.v1.AdminService.GetClusterStatus
    */
   getClusterStatus: {
     methodKind: "unary";
     input: typeof GetClusterStatusRequestSchema;
     output: typeof GetClusterStatusResponseSchema;
+  },
+  /**
+   * @generated from rpc malachi.v1.AdminService.DescribePolicy
+   */
+  describePolicy: {
+    methodKind: "unary";
+    input: typeof DescribePolicyRequestSchema;
+    output: typeof DescribePolicyResponseSchema;
+  },
+  /**
+   * UpdatePolicy changes what is set and leaves the rest. Segments that are open keep the replicas and quorum they were opened with; their
+   * ranges are rolled where the change asks for other ones.
+   *
+   * @generated from rpc malachi.v1.AdminService.UpdatePolicy
+   */
+  updatePolicy: {
+    methodKind: "unary";
+    input: typeof UpdatePolicyRequestSchema;
+    output: typeof UpdatePolicyResponseSchema;
+  },
+  /**
+   * SetBrokerState drains a broker (open segments go elsewhere), decommissions it (its copies too, and then it leaves), or takes that back.
+   *
+   * @generated from rpc malachi.v1.AdminService.SetBrokerState
+   */
+  setBrokerState: {
+    methodKind: "unary";
+    input: typeof SetBrokerStateRequestSchema;
+    output: typeof SetBrokerStateResponseSchema;
+  },
+  /**
+   * RaiseLevel raises the level of the cluster's commands and formats, which every broker must understand. There is no way back.
+   *
+   * @generated from rpc malachi.v1.AdminService.RaiseLevel
+   */
+  raiseLevel: {
+    methodKind: "unary";
+    input: typeof RaiseLevelRequestSchema;
+    output: typeof RaiseLevelResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_malachi_v1_admin, 0);

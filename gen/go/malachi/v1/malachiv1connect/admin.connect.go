@@ -36,9 +36,22 @@ const (
 	AdminServiceDeleteTopicProcedure = "/malachi.v1.AdminService/DeleteTopic"
 	// AdminServiceListSegmentsProcedure is the procedure name of the AdminService's ListSegments RPC.
 	AdminServiceListSegmentsProcedure = "/malachi.v1.AdminService/ListSegments"
+	// AdminServiceListBlockedRangesProcedure is the procedure name of the AdminService's
+	// ListBlockedRanges RPC.
+	AdminServiceListBlockedRangesProcedure = "/malachi.v1.AdminService/ListBlockedRanges"
 	// AdminServiceGetClusterStatusProcedure is the procedure name of the AdminService's
 	// GetClusterStatus RPC.
 	AdminServiceGetClusterStatusProcedure = "/malachi.v1.AdminService/GetClusterStatus"
+	// AdminServiceDescribePolicyProcedure is the procedure name of the AdminService's DescribePolicy
+	// RPC.
+	AdminServiceDescribePolicyProcedure = "/malachi.v1.AdminService/DescribePolicy"
+	// AdminServiceUpdatePolicyProcedure is the procedure name of the AdminService's UpdatePolicy RPC.
+	AdminServiceUpdatePolicyProcedure = "/malachi.v1.AdminService/UpdatePolicy"
+	// AdminServiceSetBrokerStateProcedure is the procedure name of the AdminService's SetBrokerState
+	// RPC.
+	AdminServiceSetBrokerStateProcedure = "/malachi.v1.AdminService/SetBrokerState"
+	// AdminServiceRaiseLevelProcedure is the procedure name of the AdminService's RaiseLevel RPC.
+	AdminServiceRaiseLevelProcedure = "/malachi.v1.AdminService/RaiseLevel"
 )
 
 var (
@@ -87,12 +100,49 @@ var (
 			IdempotencyLevel: connect.IdempotencyNoSideEffects,
 		}
 	})
+	adminServiceListBlockedRangesSpec = sync.OnceValue(func() connect.Spec {
+		return connect.Spec{
+			StreamType:       connect.StreamTypeUnary,
+			Schema:           v1.File_malachi_v1_admin_proto.Services().ByName("AdminService").Methods().ByName("ListBlockedRanges"),
+			Procedure:        AdminServiceListBlockedRangesProcedure,
+			IdempotencyLevel: connect.IdempotencyNoSideEffects,
+		}
+	})
 	adminServiceGetClusterStatusSpec = sync.OnceValue(func() connect.Spec {
 		return connect.Spec{
 			StreamType:       connect.StreamTypeUnary,
 			Schema:           v1.File_malachi_v1_admin_proto.Services().ByName("AdminService").Methods().ByName("GetClusterStatus"),
 			Procedure:        AdminServiceGetClusterStatusProcedure,
 			IdempotencyLevel: connect.IdempotencyNoSideEffects,
+		}
+	})
+	adminServiceDescribePolicySpec = sync.OnceValue(func() connect.Spec {
+		return connect.Spec{
+			StreamType:       connect.StreamTypeUnary,
+			Schema:           v1.File_malachi_v1_admin_proto.Services().ByName("AdminService").Methods().ByName("DescribePolicy"),
+			Procedure:        AdminServiceDescribePolicyProcedure,
+			IdempotencyLevel: connect.IdempotencyNoSideEffects,
+		}
+	})
+	adminServiceUpdatePolicySpec = sync.OnceValue(func() connect.Spec {
+		return connect.Spec{
+			StreamType: connect.StreamTypeUnary,
+			Schema:     v1.File_malachi_v1_admin_proto.Services().ByName("AdminService").Methods().ByName("UpdatePolicy"),
+			Procedure:  AdminServiceUpdatePolicyProcedure,
+		}
+	})
+	adminServiceSetBrokerStateSpec = sync.OnceValue(func() connect.Spec {
+		return connect.Spec{
+			StreamType: connect.StreamTypeUnary,
+			Schema:     v1.File_malachi_v1_admin_proto.Services().ByName("AdminService").Methods().ByName("SetBrokerState"),
+			Procedure:  AdminServiceSetBrokerStateProcedure,
+		}
+	})
+	adminServiceRaiseLevelSpec = sync.OnceValue(func() connect.Spec {
+		return connect.Spec{
+			StreamType: connect.StreamTypeUnary,
+			Schema:     v1.File_malachi_v1_admin_proto.Services().ByName("AdminService").Methods().ByName("RaiseLevel"),
+			Procedure:  AdminServiceRaiseLevelProcedure,
 		}
 	})
 )
@@ -106,7 +156,17 @@ type AdminServiceClient interface {
 	// DeleteTopic frees the name at once and removes the data soon after. There is no way back.
 	DeleteTopic(context.Context, *v1.DeleteTopicRequest) (*v1.DeleteTopicResponse, error)
 	ListSegments(context.Context, *v1.ListSegmentsRequest) (*v1.ListSegmentsResponse, error)
+	// ListBlockedRanges lists the ranges that cannot be written now, and what each waits for.
+	ListBlockedRanges(context.Context, *v1.ListBlockedRangesRequest) (*v1.ListBlockedRangesResponse, error)
 	GetClusterStatus(context.Context, *v1.GetClusterStatusRequest) (*v1.GetClusterStatusResponse, error)
+	DescribePolicy(context.Context, *v1.DescribePolicyRequest) (*v1.DescribePolicyResponse, error)
+	// UpdatePolicy changes what is set and leaves the rest. Segments that are open keep the replicas and quorum they were opened with; their
+	// ranges are rolled where the change asks for other ones.
+	UpdatePolicy(context.Context, *v1.UpdatePolicyRequest) (*v1.UpdatePolicyResponse, error)
+	// SetBrokerState drains a broker (open segments go elsewhere), decommissions it (its copies too, and then it leaves), or takes that back.
+	SetBrokerState(context.Context, *v1.SetBrokerStateRequest) (*v1.SetBrokerStateResponse, error)
+	// RaiseLevel raises the level of the cluster's commands and formats, which every broker must understand. There is no way back.
+	RaiseLevel(context.Context, *v1.RaiseLevelRequest) (*v1.RaiseLevelResponse, error)
 }
 
 // NewAdminServiceClient constructs a client for the malachi.v1.AdminService service. Multiple
@@ -124,7 +184,17 @@ type AdminServiceHandler interface {
 	// DeleteTopic frees the name at once and removes the data soon after. There is no way back.
 	DeleteTopic(context.Context, *v1.DeleteTopicRequest) (*v1.DeleteTopicResponse, error)
 	ListSegments(context.Context, *v1.ListSegmentsRequest) (*v1.ListSegmentsResponse, error)
+	// ListBlockedRanges lists the ranges that cannot be written now, and what each waits for.
+	ListBlockedRanges(context.Context, *v1.ListBlockedRangesRequest) (*v1.ListBlockedRangesResponse, error)
 	GetClusterStatus(context.Context, *v1.GetClusterStatusRequest) (*v1.GetClusterStatusResponse, error)
+	DescribePolicy(context.Context, *v1.DescribePolicyRequest) (*v1.DescribePolicyResponse, error)
+	// UpdatePolicy changes what is set and leaves the rest. Segments that are open keep the replicas and quorum they were opened with; their
+	// ranges are rolled where the change asks for other ones.
+	UpdatePolicy(context.Context, *v1.UpdatePolicyRequest) (*v1.UpdatePolicyResponse, error)
+	// SetBrokerState drains a broker (open segments go elsewhere), decommissions it (its copies too, and then it leaves), or takes that back.
+	SetBrokerState(context.Context, *v1.SetBrokerStateRequest) (*v1.SetBrokerStateResponse, error)
+	// RaiseLevel raises the level of the cluster's commands and formats, which every broker must understand. There is no way back.
+	RaiseLevel(context.Context, *v1.RaiseLevelRequest) (*v1.RaiseLevelResponse, error)
 }
 
 // RegisterAdminServiceHandler registers svc as the malachi.v1.AdminService implementation on
@@ -138,7 +208,12 @@ func RegisterAdminServiceHandler(server *connect.Server, svc AdminServiceHandler
 		connect.Method{Spec: adminServiceUpdateTopicSpec(), Handler: adapter.updateTopic},
 		connect.Method{Spec: adminServiceDeleteTopicSpec(), Handler: adapter.deleteTopic},
 		connect.Method{Spec: adminServiceListSegmentsSpec(), Handler: adapter.listSegments},
+		connect.Method{Spec: adminServiceListBlockedRangesSpec(), Handler: adapter.listBlockedRanges},
 		connect.Method{Spec: adminServiceGetClusterStatusSpec(), Handler: adapter.getClusterStatus},
+		connect.Method{Spec: adminServiceDescribePolicySpec(), Handler: adapter.describePolicy},
+		connect.Method{Spec: adminServiceUpdatePolicySpec(), Handler: adapter.updatePolicy},
+		connect.Method{Spec: adminServiceSetBrokerStateSpec(), Handler: adapter.setBrokerState},
+		connect.Method{Spec: adminServiceRaiseLevelSpec(), Handler: adapter.raiseLevel},
 	)
 }
 
@@ -169,8 +244,28 @@ func (UnimplementedAdminServiceHandler) ListSegments(context.Context, *v1.ListSe
 	return nil, connect.NewError(connect.CodeUnimplemented, "malachi.v1.AdminService.ListSegments is not implemented")
 }
 
+func (UnimplementedAdminServiceHandler) ListBlockedRanges(context.Context, *v1.ListBlockedRangesRequest) (*v1.ListBlockedRangesResponse, error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, "malachi.v1.AdminService.ListBlockedRanges is not implemented")
+}
+
 func (UnimplementedAdminServiceHandler) GetClusterStatus(context.Context, *v1.GetClusterStatusRequest) (*v1.GetClusterStatusResponse, error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, "malachi.v1.AdminService.GetClusterStatus is not implemented")
+}
+
+func (UnimplementedAdminServiceHandler) DescribePolicy(context.Context, *v1.DescribePolicyRequest) (*v1.DescribePolicyResponse, error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, "malachi.v1.AdminService.DescribePolicy is not implemented")
+}
+
+func (UnimplementedAdminServiceHandler) UpdatePolicy(context.Context, *v1.UpdatePolicyRequest) (*v1.UpdatePolicyResponse, error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, "malachi.v1.AdminService.UpdatePolicy is not implemented")
+}
+
+func (UnimplementedAdminServiceHandler) SetBrokerState(context.Context, *v1.SetBrokerStateRequest) (*v1.SetBrokerStateResponse, error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, "malachi.v1.AdminService.SetBrokerState is not implemented")
+}
+
+func (UnimplementedAdminServiceHandler) RaiseLevel(context.Context, *v1.RaiseLevelRequest) (*v1.RaiseLevelResponse, error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, "malachi.v1.AdminService.RaiseLevel is not implemented")
 }
 
 type adminServiceClient struct {
@@ -225,9 +320,49 @@ func (c *adminServiceClient) ListSegments(ctx context.Context, req *v1.ListSegme
 	return &res, nil
 }
 
+func (c *adminServiceClient) ListBlockedRanges(ctx context.Context, req *v1.ListBlockedRangesRequest) (*v1.ListBlockedRangesResponse, error) {
+	var res v1.ListBlockedRangesResponse
+	if err := c.client.CallUnary(ctx, adminServiceListBlockedRangesSpec(), req, &res); err != nil {
+		return nil, err
+	}
+	return &res, nil
+}
+
 func (c *adminServiceClient) GetClusterStatus(ctx context.Context, req *v1.GetClusterStatusRequest) (*v1.GetClusterStatusResponse, error) {
 	var res v1.GetClusterStatusResponse
 	if err := c.client.CallUnary(ctx, adminServiceGetClusterStatusSpec(), req, &res); err != nil {
+		return nil, err
+	}
+	return &res, nil
+}
+
+func (c *adminServiceClient) DescribePolicy(ctx context.Context, req *v1.DescribePolicyRequest) (*v1.DescribePolicyResponse, error) {
+	var res v1.DescribePolicyResponse
+	if err := c.client.CallUnary(ctx, adminServiceDescribePolicySpec(), req, &res); err != nil {
+		return nil, err
+	}
+	return &res, nil
+}
+
+func (c *adminServiceClient) UpdatePolicy(ctx context.Context, req *v1.UpdatePolicyRequest) (*v1.UpdatePolicyResponse, error) {
+	var res v1.UpdatePolicyResponse
+	if err := c.client.CallUnary(ctx, adminServiceUpdatePolicySpec(), req, &res); err != nil {
+		return nil, err
+	}
+	return &res, nil
+}
+
+func (c *adminServiceClient) SetBrokerState(ctx context.Context, req *v1.SetBrokerStateRequest) (*v1.SetBrokerStateResponse, error) {
+	var res v1.SetBrokerStateResponse
+	if err := c.client.CallUnary(ctx, adminServiceSetBrokerStateSpec(), req, &res); err != nil {
+		return nil, err
+	}
+	return &res, nil
+}
+
+func (c *adminServiceClient) RaiseLevel(ctx context.Context, req *v1.RaiseLevelRequest) (*v1.RaiseLevelResponse, error) {
+	var res v1.RaiseLevelResponse
+	if err := c.client.CallUnary(ctx, adminServiceRaiseLevelSpec(), req, &res); err != nil {
 		return nil, err
 	}
 	return &res, nil
@@ -307,12 +442,72 @@ func (h adminServiceHandler) listSegments(ctx context.Context, _ connect.Spec, s
 	return stream.Send(res)
 }
 
+func (h adminServiceHandler) listBlockedRanges(ctx context.Context, _ connect.Spec, stream connect.ServerStream) error {
+	var req v1.ListBlockedRangesRequest
+	if err := stream.Receive(&req); err != nil {
+		return err
+	}
+	res, err := h.svc.ListBlockedRanges(ctx, &req)
+	if err != nil {
+		return err
+	}
+	return stream.Send(res)
+}
+
 func (h adminServiceHandler) getClusterStatus(ctx context.Context, _ connect.Spec, stream connect.ServerStream) error {
 	var req v1.GetClusterStatusRequest
 	if err := stream.Receive(&req); err != nil {
 		return err
 	}
 	res, err := h.svc.GetClusterStatus(ctx, &req)
+	if err != nil {
+		return err
+	}
+	return stream.Send(res)
+}
+
+func (h adminServiceHandler) describePolicy(ctx context.Context, _ connect.Spec, stream connect.ServerStream) error {
+	var req v1.DescribePolicyRequest
+	if err := stream.Receive(&req); err != nil {
+		return err
+	}
+	res, err := h.svc.DescribePolicy(ctx, &req)
+	if err != nil {
+		return err
+	}
+	return stream.Send(res)
+}
+
+func (h adminServiceHandler) updatePolicy(ctx context.Context, _ connect.Spec, stream connect.ServerStream) error {
+	var req v1.UpdatePolicyRequest
+	if err := stream.Receive(&req); err != nil {
+		return err
+	}
+	res, err := h.svc.UpdatePolicy(ctx, &req)
+	if err != nil {
+		return err
+	}
+	return stream.Send(res)
+}
+
+func (h adminServiceHandler) setBrokerState(ctx context.Context, _ connect.Spec, stream connect.ServerStream) error {
+	var req v1.SetBrokerStateRequest
+	if err := stream.Receive(&req); err != nil {
+		return err
+	}
+	res, err := h.svc.SetBrokerState(ctx, &req)
+	if err != nil {
+		return err
+	}
+	return stream.Send(res)
+}
+
+func (h adminServiceHandler) raiseLevel(ctx context.Context, _ connect.Spec, stream connect.ServerStream) error {
+	var req v1.RaiseLevelRequest
+	if err := stream.Receive(&req); err != nil {
+		return err
+	}
+	res, err := h.svc.RaiseLevel(ctx, &req)
 	if err != nil {
 		return err
 	}
