@@ -164,10 +164,11 @@ func (b *Broker) compose() (err error) {
 	b.replicas = replica.New(replica.Config{Self: b.self, Boot: b.boot}, replica.Deps{
 		Store: b.store, Logger: b.log, Peers: b.net.peers, StillOpen: b.stillOpen,
 		AskPass:         func(id storage.SegmentID, why replication.Reason) { b.coord.AskPass(id, why) },
+		Damaged:         func(id storage.SegmentID) { b.coord.Damaged(id) },
 		SegmentMaxBytes: func() int64 { return int64(b.cp.Policy().SegmentMaxBytes) },
 	})
 	b.coord = coordinator.New(coordinator.Config{Self: b.self, Boot: b.boot}, coordinator.Deps{
-		ControlPlane: b.cp, Brokers: b.brokers, Peers: b.net.peers, Local: b.replicas, Store: b.store, Logger: b.log, Replicas: b.way,
+		ControlPlane: b.cp, Brokers: b.brokers, Absent: b.absent, Peers: b.net.peers, Copies: b.replicas, Local: b.replicas, Store: b.store, Logger: b.log, Replicas: b.way,
 	})
 	router := replica.NewRouter(b.replicas)
 	b.services = rpc.Services{

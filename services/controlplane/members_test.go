@@ -132,12 +132,52 @@ func TestChangesKeepTheQuorum(t *testing.T) {
 		rapid.Check(t, func(t *rapid.T) { history(t, seen) })
 	}
 	t.Logf("branches: %v", seen)
-	for _, branch := range []string{"add", "promote", "remove", "retire", "nothing", "no quorum", "waits: a broker tha", "waits: a third brok",
-		"waits: voters that "} {
+	for _, branch := range []string{"add", "promote", "remove", "retire", "nothing", "no quorum", "waits: a broker tha", "waits: a third brok"} {
 		if seen[branch] == 0 {
 			t.Errorf("the random histories never reached %q", branch)
 		}
 	}
+}
+
+// disturb lets something happen, or the leader make a step. False: a command took the quorum.
+func (g *modelGroup) disturb(t *rapid.T) bool {
+	brokers := g.m.State().Brokers
+	b := brokers[rapid.IntRange(0, len(brokers)-1).Draw(t, "broker")]
+	switch rapid.IntRange(0, 11).Draw(t, "what") {
+	case 0:
+		if len(brokers) < 7 {
+			g.admit(rapid.Bool().Draw(t, "ready"))
+		}
+	case 1:
+		g.down[b.ID] = true
+	case 2:
+		g.away[b.ID] = time.Minute // suspected, and for a wrong reason
+		if g.down[b.ID] || rapid.Bool().Draw(t, "for long") {
+			g.down[b.ID], g.away[b.ID] = true, time.Hour
+		}
+	case 3:
+		g.fear[b.ID] = !g.fear[b.ID]
+	case 4:
+		g.down[b.ID], g.away[b.ID] = false, 0
+		g.ready(b.ID)
+	case 5:
+		to := root.BrokerState(rapid.IntRange(0, 2).Draw(t, "state"))
+		g.apply(&root.SetBrokerState{ID: b.ID, ExpectVersion: b.StateVersion, To: to, Nonce: metadata.Nonce{9, byte(b.StateVersion), byte(b.ID >> 12)}})
+	case 6:
+		before := len(brokers)
+		g.apply(&root.RemoveBroker{ID: b.ID})
+		if len(g.m.State().Brokers) < before && !g.down[b.ID] && slices.Contains(g.ms.voters, replicaOf(b.ID, b.Generation)) {
+			// An operator took out a voter that runs. It stops when it learns of it, and counts as dead from now on: that is the command's
+			// doing, so where it alone costs the quorum there is nothing to check.
+			if g.count() < quorumOf(len(g.ms.voters)) {
+				g.seen["removed by force"]++
+				return false
+			}
+		}
+	default:
+		g.step()
+	}
+	return true
 }
 
 func history(t *rapid.T, seen map[string]int) {
@@ -152,41 +192,8 @@ func history(t *rapid.T, seen map[string]int) {
 	for rapid.Bool().Draw(t, "grown") && g.step() != noChange {
 	}
 	for range rapid.IntRange(1, 120).Draw(t, "steps") {
-		brokers := g.m.State().Brokers
-		b := brokers[rapid.IntRange(0, len(brokers)-1).Draw(t, "broker")]
-		switch rapid.IntRange(0, 11).Draw(t, "what") {
-		case 0:
-			if len(brokers) < 7 {
-				g.admit(rapid.Bool().Draw(t, "ready"))
-			}
-		case 1:
-			g.down[b.ID] = true
-		case 2:
-			g.away[b.ID] = time.Minute // suspected, and for a wrong reason
-			if g.down[b.ID] || rapid.Bool().Draw(t, "for long") {
-				g.down[b.ID], g.away[b.ID] = true, time.Hour
-			}
-		case 3:
-			g.fear[b.ID] = !g.fear[b.ID]
-		case 4:
-			g.down[b.ID], g.away[b.ID] = false, 0
-			g.ready(b.ID)
-		case 5:
-			to := root.BrokerState(rapid.IntRange(0, 2).Draw(t, "state"))
-			g.apply(&root.SetBrokerState{ID: b.ID, ExpectVersion: b.StateVersion, To: to, Nonce: metadata.Nonce{9, byte(b.StateVersion), byte(b.ID >> 12)}})
-		case 6:
-			before := len(brokers)
-			g.apply(&root.RemoveBroker{ID: b.ID})
-			if len(g.m.State().Brokers) < before && !g.down[b.ID] && slices.Contains(g.ms.voters, replicaOf(b.ID, b.Generation)) {
-				// An operator took out a voter that runs. It stops when it learns of it, and counts as dead from now on: that is the command's
-				// doing, so where it alone costs the quorum there is nothing to check.
-				if g.count() < quorumOf(len(g.ms.voters)) {
-					seen["removed by force"]++
-					return
-				}
-			}
-		default:
-			g.step()
+		if !g.disturb(t) {
+			return
 		}
 	}
 	// All come back.

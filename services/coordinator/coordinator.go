@@ -66,6 +66,7 @@ type ControlPlane interface {
 	CoordinatorOf(storage.TopicUID) (storage.BrokerID, bool)
 	OpenSegment(context.Context, metadata.OpenSegment) (*metadata.Segment, error)
 	SealSegment(context.Context, metadata.SealSegment) (controlplane.Sealed, error)
+	UpdateReplicas(context.Context, metadata.UpdateReplicas) (*metadata.Segment, error)
 	ForgetTopic(ctx context.Context, name string, uid storage.TopicUID) error
 	NewNonce() (metadata.Nonce, error)
 	Watch() *controlplane.Watcher
@@ -104,7 +105,10 @@ type Deps struct {
 	// Brokers are the brokers as placement sees them: registered ones, with what membership knows of them.
 	Brokers func() []placement.Broker
 	// Peers is the way to the other brokers' coordinators.
-	Peers  *rpc.Peers
+	Peers *rpc.Peers
+	// Absent is for how long nothing was seen of a broker.
+	Absent func(storage.BrokerID) time.Duration
+	Copies Copies
 	Local  Local
 	Store  Store
 	Logger *slog.Logger
@@ -118,6 +122,8 @@ type Coordinator struct {
 	log   *slog.Logger
 	heads singleflight.Group // one open or pass per range at a time
 	slots chan struct{}
+
+	suspects suspects
 
 	mu      sync.Mutex
 	group   *errgroup.Group // of Run; nil before it
@@ -141,7 +147,7 @@ func New(cfg Config, deps Deps) *Coordinator {
 		cfg: cfg, deps: deps, log: deps.Logger, slots: make(chan struct{}, cfg.Workers), blocked: map[storage.RangeID]string{},
 		avoid: map[storage.RangeID]map[storage.BrokerID]time.Time{}, rolled: map[storage.RangeID]time.Time{},
 		opening: map[storage.SegmentID]bool{}, passing: map[storage.SegmentID]bool{},
-		asked: map[storage.SegmentID]time.Time{},
+		asked: map[storage.SegmentID]time.Time{}, suspects: suspects{ids: map[storage.SegmentID]bool{}, wake: make(chan struct{}, 1)},
 	}
 }
 
@@ -154,6 +160,9 @@ func (c *Coordinator) Run(ctx context.Context) error {
 	g.Go(func() error { c.reconcileLoop(ctx); return nil })
 	g.Go(func() error { c.finishLoop(ctx); return nil })
 	g.Go(func() error { c.rollLoop(ctx); return nil })
+	g.Go(func() error { c.healLoop(ctx); return nil })
+	g.Go(func() error { c.copiesLoop(ctx); return nil })
+	g.Go(func() error { c.scrubLoop(ctx); return nil })
 	err := g.Wait()
 	c.mu.Lock()
 	c.group = nil

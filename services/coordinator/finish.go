@@ -53,6 +53,9 @@ func (c *Coordinator) finishReplicas(ctx context.Context) {
 		case err == nil, ctx.Err() != nil, errors.Is(err, storage.ErrUnknownSegment):
 		case errors.Is(err, storage.ErrUnavailable), errors.Is(err, storage.ErrOverloaded), errors.Is(err, storage.ErrDiskFull):
 			c.log.Debug("replica is not finished yet", "segment", id.String(), "error", err)
+		case seg.State == metadata.SegmentSealed && (errors.Is(err, storage.ErrDamaged) || errors.Is(err, storage.ErrCorrupt)):
+			c.log.Warn("own copy is damaged: it is healed from another one", "segment", id.String(), "error", err)
+			c.Damaged(id)
 		default:
 			c.log.Error("replica could not be finished as recorded", "segment", id.String(), "error", err)
 		}

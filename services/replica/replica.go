@@ -70,6 +70,8 @@ type Deps struct {
 	StillOpen func(ctx context.Context, topic string, id storage.SegmentID) (bool, error)
 	// AskPass asks the coordinator of a segment for a pass. It must not block. Nil: nobody is asked.
 	AskPass func(id storage.SegmentID, why replication.Reason)
+	// Damaged is told that the own copy of a sealed segment did not verify when it was read. It must not block. Nil: nobody is told.
+	Damaged func(id storage.SegmentID)
 	// SegmentMaxBytes is when a segment asks to be closed; at twice that it takes no more. Nil or 0: never.
 	SegmentMaxBytes func() int64
 	// Now reads the clock; only differences of it are used, for append times within one segment. Default time.Now.
@@ -101,6 +103,9 @@ func New(cfg Config, deps Deps) *Service {
 	}
 	if deps.AskPass == nil {
 		deps.AskPass = func(storage.SegmentID, replication.Reason) {}
+	}
+	if deps.Damaged == nil {
+		deps.Damaged = func(storage.SegmentID) {}
 	}
 	if deps.SegmentMaxBytes == nil {
 		deps.SegmentMaxBytes = func() int64 { return 0 }

@@ -82,7 +82,11 @@ func (r *Router) nearest(seg *metadata.Segment) []storage.BrokerID {
 
 func (r *Router) readCopy(ctx context.Context, b storage.BrokerID, seg *metadata.Segment, from storage.Offset, maxBytes int, alloc func(n int) []byte) ([]rangelog.Batch, error) {
 	if b == r.s.cfg.Self {
-		return r.s.deps.Store.Read(seg.ID, from, seg.End, maxBytes, alloc)
+		got, err := r.s.deps.Store.Read(seg.ID, from, seg.End, maxBytes, alloc)
+		if errors.Is(err, storage.ErrCorrupt) || errors.Is(err, storage.ErrUnknownSegment) {
+			r.s.deps.Damaged(seg.ID)
+		}
+		return got, err
 	}
 	got, _, err := r.readThere(ctx, b, &intrav1.ReadRequest{Segment: SegmentKey(seg.ID), From: uint64(from), Limit: uint64(seg.End), MaxBytes: uint32(maxBytes)})
 	return got, err

@@ -348,3 +348,16 @@ func (v *Server) Copy(_ context.Context, req *intrav1.CopyRequest) (*intrav1.Cop
 	}
 	return &intrav1.CopyResponse{State: info.State, End: uint64(info.End), Bytes: info.Bytes, Damaged: info.Damaged != nil, Boot: uint64(v.s.cfg.Boot)}, nil
 }
+
+// ReadRaw returns bytes of a sealed copy.
+func (v *Server) ReadRaw(_ context.Context, req *intrav1.ReadRawRequest) (*intrav1.ReadRawResponse, error) {
+	id, err := ParseSegmentKey(req.GetSegment())
+	if err != nil {
+		return nil, err
+	}
+	data, total, err := v.s.deps.Store.ReadRaw(id, req.GetPosition(), int(min(req.GetMaxBytes(), maxPage)))
+	if err != nil {
+		return nil, err
+	}
+	return &intrav1.ReadRawResponse{Data: data, Total: total}, nil
+}

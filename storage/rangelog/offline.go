@@ -162,7 +162,7 @@ func (v *verifier) walk(dir string) error {
 		switch {
 		case e.Dir:
 			err = v.walk(name)
-		case path.Ext(name) == tempSuffix: // of a rebuild that was cut short
+		case path.Ext(name) == tempSuffix, path.Ext(name) == healSuffix: // of a rebuild or a copy that was cut short
 		default:
 			err = v.file(name)
 		}

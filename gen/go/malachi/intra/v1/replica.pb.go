@@ -193,7 +193,7 @@ type ShipRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	From  uint64                 `protobuf:"fixed64,1,opt,name=from,proto3" json:"from,omitempty"`
 	Boot  uint64                 `protobuf:"varint,2,opt,name=boot,proto3" json:"boot,omitempty"`
-	// Rises by one per request of this boot to this follower. 0: in no order, and without batches.
+	// Rises by one per request of this boot to this follower. 0: in no order, as a catch-up.
 	Number        uint64           `protobuf:"varint,3,opt,name=number,proto3" json:"number,omitempty"`
 	Appends       []*SegmentAppend `protobuf:"bytes,4,rep,name=appends,proto3" json:"appends,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1818,6 +1818,119 @@ func (x *CopyResponse) GetBoot() uint64 {
 	return 0
 }
 
+type ReadRawRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Segment       *SegmentKey            `protobuf:"bytes,1,opt,name=segment,proto3" json:"segment,omitempty"`
+	Position      int64                  `protobuf:"varint,2,opt,name=position,proto3" json:"position,omitempty"`
+	MaxBytes      uint32                 `protobuf:"varint,3,opt,name=max_bytes,json=maxBytes,proto3" json:"max_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReadRawRequest) Reset() {
+	*x = ReadRawRequest{}
+	mi := &file_malachi_internal_v1_replica_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReadRawRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReadRawRequest) ProtoMessage() {}
+
+func (x *ReadRawRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_internal_v1_replica_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReadRawRequest.ProtoReflect.Descriptor instead.
+func (*ReadRawRequest) Descriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_replica_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *ReadRawRequest) GetSegment() *SegmentKey {
+	if x != nil {
+		return x.Segment
+	}
+	return nil
+}
+
+func (x *ReadRawRequest) GetPosition() int64 {
+	if x != nil {
+		return x.Position
+	}
+	return 0
+}
+
+func (x *ReadRawRequest) GetMaxBytes() uint32 {
+	if x != nil {
+		return x.MaxBytes
+	}
+	return 0
+}
+
+type ReadRawResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Data  []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
+	// Of the header and all batches.
+	Total         int64 `protobuf:"varint,2,opt,name=total,proto3" json:"total,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReadRawResponse) Reset() {
+	*x = ReadRawResponse{}
+	mi := &file_malachi_internal_v1_replica_proto_msgTypes[32]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReadRawResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReadRawResponse) ProtoMessage() {}
+
+func (x *ReadRawResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_malachi_internal_v1_replica_proto_msgTypes[32]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReadRawResponse.ProtoReflect.Descriptor instead.
+func (*ReadRawResponse) Descriptor() ([]byte, []int) {
+	return file_malachi_internal_v1_replica_proto_rawDescGZIP(), []int{32}
+}
+
+func (x *ReadRawResponse) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+func (x *ReadRawResponse) GetTotal() int64 {
+	if x != nil {
+		return x.Total
+	}
+	return 0
+}
+
 var File_malachi_internal_v1_replica_proto protoreflect.FileDescriptor
 
 const file_malachi_internal_v1_replica_proto_rawDesc = "" +
@@ -1926,7 +2039,14 @@ const file_malachi_internal_v1_replica_proto_rawDesc = "" +
 	"\x03end\x18\x02 \x01(\x04R\x03end\x12\x14\n" +
 	"\x05bytes\x18\x03 \x01(\x03R\x05bytes\x12\x18\n" +
 	"\adamaged\x18\x04 \x01(\bR\adamaged\x12\x12\n" +
-	"\x04boot\x18\x05 \x01(\x04R\x04boot*\x86\x04\n" +
+	"\x04boot\x18\x05 \x01(\x04R\x04boot\"\x84\x01\n" +
+	"\x0eReadRawRequest\x129\n" +
+	"\asegment\x18\x01 \x01(\v2\x1f.malachi.internal.v1.SegmentKeyR\asegment\x12\x1a\n" +
+	"\bposition\x18\x02 \x01(\x03R\bposition\x12\x1b\n" +
+	"\tmax_bytes\x18\x03 \x01(\rR\bmaxBytes\";\n" +
+	"\x0fReadRawResponse\x12\x12\n" +
+	"\x04data\x18\x01 \x01(\fR\x04data\x12\x14\n" +
+	"\x05total\x18\x02 \x01(\x03R\x05total*\x86\x04\n" +
 	"\aRefusal\x12\x17\n" +
 	"\x13REFUSAL_UNSPECIFIED\x10\x00\x12\x0f\n" +
 	"\vREFUSAL_GAP\x10\x01\x12\x10\n" +
@@ -1950,7 +2070,7 @@ const file_malachi_internal_v1_replica_proto_rawDesc = "" +
 	"\x17REFUSAL_TOPIC_NOT_FOUND\x10\x12\x12\x12\n" +
 	"\x0eREFUSAL_CLOSED\x10\x13\x12\x19\n" +
 	"\x15REFUSAL_HOLDER_FAILED\x10\x14\x12\x15\n" +
-	"\x11REFUSAL_NO_QUORUM\x10\x152\xac\b\n" +
+	"\x11REFUSAL_NO_QUORUM\x10\x152\x82\t\n" +
 	"\x0eReplicaService\x12K\n" +
 	"\x04Ship\x12 .malachi.internal.v1.ShipRequest\x1a!.malachi.internal.v1.ShipResponse\x12T\n" +
 	"\aForward\x12#.malachi.internal.v1.ForwardRequest\x1a$.malachi.internal.v1.ForwardResponse\x12`\n" +
@@ -1964,7 +2084,8 @@ const file_malachi_internal_v1_replica_proto_rawDesc = "" +
 	"\x04Read\x12 .malachi.internal.v1.ReadRequest\x1a!.malachi.internal.v1.ReadResponse\x12K\n" +
 	"\x04Tail\x12 .malachi.internal.v1.TailRequest\x1a!.malachi.internal.v1.TailResponse\x12W\n" +
 	"\bOffsetAt\x12$.malachi.internal.v1.OffsetAtRequest\x1a%.malachi.internal.v1.OffsetAtResponse\x12K\n" +
-	"\x04Copy\x12 .malachi.internal.v1.CopyRequest\x1a!.malachi.internal.v1.CopyResponseB?Z=github.com/malachilog/malachi/gen/go/malachi/intra/v1;intrav1b\x06proto3"
+	"\x04Copy\x12 .malachi.internal.v1.CopyRequest\x1a!.malachi.internal.v1.CopyResponse\x12T\n" +
+	"\aReadRaw\x12#.malachi.internal.v1.ReadRawRequest\x1a$.malachi.internal.v1.ReadRawResponseB?Z=github.com/malachilog/malachi/gen/go/malachi/intra/v1;intrav1b\x06proto3"
 
 var (
 	file_malachi_internal_v1_replica_proto_rawDescOnce sync.Once
@@ -1979,7 +2100,7 @@ func file_malachi_internal_v1_replica_proto_rawDescGZIP() []byte {
 }
 
 var file_malachi_internal_v1_replica_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_malachi_internal_v1_replica_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
+var file_malachi_internal_v1_replica_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
 var file_malachi_internal_v1_replica_proto_goTypes = []any{
 	(Refusal)(0),                // 0: malachi.internal.v1.Refusal
 	(*PeerError)(nil),           // 1: malachi.internal.v1.PeerError
@@ -2013,59 +2134,64 @@ var file_malachi_internal_v1_replica_proto_goTypes = []any{
 	(*OffsetAtResponse)(nil),    // 29: malachi.internal.v1.OffsetAtResponse
 	(*CopyRequest)(nil),         // 30: malachi.internal.v1.CopyRequest
 	(*CopyResponse)(nil),        // 31: malachi.internal.v1.CopyResponse
-	(*SegmentKey)(nil),          // 32: malachi.internal.v1.SegmentKey
+	(*ReadRawRequest)(nil),      // 32: malachi.internal.v1.ReadRawRequest
+	(*ReadRawResponse)(nil),     // 33: malachi.internal.v1.ReadRawResponse
+	(*SegmentKey)(nil),          // 34: malachi.internal.v1.SegmentKey
 }
 var file_malachi_internal_v1_replica_proto_depIdxs = []int32{
 	0,  // 0: malachi.internal.v1.PeerError.refusal:type_name -> malachi.internal.v1.Refusal
 	3,  // 1: malachi.internal.v1.ShipRequest.appends:type_name -> malachi.internal.v1.SegmentAppend
-	32, // 2: malachi.internal.v1.SegmentAppend.segment:type_name -> malachi.internal.v1.SegmentKey
+	34, // 2: malachi.internal.v1.SegmentAppend.segment:type_name -> malachi.internal.v1.SegmentKey
 	5,  // 3: malachi.internal.v1.ShipResponse.answers:type_name -> malachi.internal.v1.SegmentAnswer
 	0,  // 4: malachi.internal.v1.SegmentAnswer.refusal:type_name -> malachi.internal.v1.Refusal
 	7,  // 5: malachi.internal.v1.ForwardRequest.batches:type_name -> malachi.internal.v1.ForwardedBatch
-	32, // 6: malachi.internal.v1.ForwardedBatch.segment:type_name -> malachi.internal.v1.SegmentKey
+	34, // 6: malachi.internal.v1.ForwardedBatch.segment:type_name -> malachi.internal.v1.SegmentKey
 	9,  // 7: malachi.internal.v1.ForwardResponse.answers:type_name -> malachi.internal.v1.ForwardAnswer
 	1,  // 8: malachi.internal.v1.ForwardAnswer.error:type_name -> malachi.internal.v1.PeerError
-	32, // 9: malachi.internal.v1.AskRequest.segment:type_name -> malachi.internal.v1.SegmentKey
-	32, // 10: malachi.internal.v1.DrainRequest.segment:type_name -> malachi.internal.v1.SegmentKey
-	32, // 11: malachi.internal.v1.FenceRequest.segment:type_name -> malachi.internal.v1.SegmentKey
-	32, // 12: malachi.internal.v1.ExtendRequest.segment:type_name -> malachi.internal.v1.SegmentKey
-	32, // 13: malachi.internal.v1.SealRequest.segment:type_name -> malachi.internal.v1.SegmentKey
-	32, // 14: malachi.internal.v1.DropRequest.segment:type_name -> malachi.internal.v1.SegmentKey
-	32, // 15: malachi.internal.v1.ReadRequest.segment:type_name -> malachi.internal.v1.SegmentKey
-	32, // 16: malachi.internal.v1.TailRequest.segment:type_name -> malachi.internal.v1.SegmentKey
-	32, // 17: malachi.internal.v1.OffsetAtRequest.segment:type_name -> malachi.internal.v1.SegmentKey
-	32, // 18: malachi.internal.v1.CopyRequest.segment:type_name -> malachi.internal.v1.SegmentKey
-	2,  // 19: malachi.internal.v1.ReplicaService.Ship:input_type -> malachi.internal.v1.ShipRequest
-	6,  // 20: malachi.internal.v1.ReplicaService.Forward:input_type -> malachi.internal.v1.ForwardRequest
-	10, // 21: malachi.internal.v1.ReplicaService.OpenReplica:input_type -> malachi.internal.v1.OpenReplicaRequest
-	12, // 22: malachi.internal.v1.ReplicaService.Ask:input_type -> malachi.internal.v1.AskRequest
-	14, // 23: malachi.internal.v1.ReplicaService.Drain:input_type -> malachi.internal.v1.DrainRequest
-	16, // 24: malachi.internal.v1.ReplicaService.Fence:input_type -> malachi.internal.v1.FenceRequest
-	18, // 25: malachi.internal.v1.ReplicaService.Extend:input_type -> malachi.internal.v1.ExtendRequest
-	20, // 26: malachi.internal.v1.ReplicaService.Seal:input_type -> malachi.internal.v1.SealRequest
-	22, // 27: malachi.internal.v1.ReplicaService.Drop:input_type -> malachi.internal.v1.DropRequest
-	24, // 28: malachi.internal.v1.ReplicaService.Read:input_type -> malachi.internal.v1.ReadRequest
-	26, // 29: malachi.internal.v1.ReplicaService.Tail:input_type -> malachi.internal.v1.TailRequest
-	28, // 30: malachi.internal.v1.ReplicaService.OffsetAt:input_type -> malachi.internal.v1.OffsetAtRequest
-	30, // 31: malachi.internal.v1.ReplicaService.Copy:input_type -> malachi.internal.v1.CopyRequest
-	4,  // 32: malachi.internal.v1.ReplicaService.Ship:output_type -> malachi.internal.v1.ShipResponse
-	8,  // 33: malachi.internal.v1.ReplicaService.Forward:output_type -> malachi.internal.v1.ForwardResponse
-	11, // 34: malachi.internal.v1.ReplicaService.OpenReplica:output_type -> malachi.internal.v1.OpenReplicaResponse
-	13, // 35: malachi.internal.v1.ReplicaService.Ask:output_type -> malachi.internal.v1.AskResponse
-	15, // 36: malachi.internal.v1.ReplicaService.Drain:output_type -> malachi.internal.v1.DrainResponse
-	17, // 37: malachi.internal.v1.ReplicaService.Fence:output_type -> malachi.internal.v1.FenceResponse
-	19, // 38: malachi.internal.v1.ReplicaService.Extend:output_type -> malachi.internal.v1.ExtendResponse
-	21, // 39: malachi.internal.v1.ReplicaService.Seal:output_type -> malachi.internal.v1.SealResponse
-	23, // 40: malachi.internal.v1.ReplicaService.Drop:output_type -> malachi.internal.v1.DropResponse
-	25, // 41: malachi.internal.v1.ReplicaService.Read:output_type -> malachi.internal.v1.ReadResponse
-	27, // 42: malachi.internal.v1.ReplicaService.Tail:output_type -> malachi.internal.v1.TailResponse
-	29, // 43: malachi.internal.v1.ReplicaService.OffsetAt:output_type -> malachi.internal.v1.OffsetAtResponse
-	31, // 44: malachi.internal.v1.ReplicaService.Copy:output_type -> malachi.internal.v1.CopyResponse
-	32, // [32:45] is the sub-list for method output_type
-	19, // [19:32] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	34, // 9: malachi.internal.v1.AskRequest.segment:type_name -> malachi.internal.v1.SegmentKey
+	34, // 10: malachi.internal.v1.DrainRequest.segment:type_name -> malachi.internal.v1.SegmentKey
+	34, // 11: malachi.internal.v1.FenceRequest.segment:type_name -> malachi.internal.v1.SegmentKey
+	34, // 12: malachi.internal.v1.ExtendRequest.segment:type_name -> malachi.internal.v1.SegmentKey
+	34, // 13: malachi.internal.v1.SealRequest.segment:type_name -> malachi.internal.v1.SegmentKey
+	34, // 14: malachi.internal.v1.DropRequest.segment:type_name -> malachi.internal.v1.SegmentKey
+	34, // 15: malachi.internal.v1.ReadRequest.segment:type_name -> malachi.internal.v1.SegmentKey
+	34, // 16: malachi.internal.v1.TailRequest.segment:type_name -> malachi.internal.v1.SegmentKey
+	34, // 17: malachi.internal.v1.OffsetAtRequest.segment:type_name -> malachi.internal.v1.SegmentKey
+	34, // 18: malachi.internal.v1.CopyRequest.segment:type_name -> malachi.internal.v1.SegmentKey
+	34, // 19: malachi.internal.v1.ReadRawRequest.segment:type_name -> malachi.internal.v1.SegmentKey
+	2,  // 20: malachi.internal.v1.ReplicaService.Ship:input_type -> malachi.internal.v1.ShipRequest
+	6,  // 21: malachi.internal.v1.ReplicaService.Forward:input_type -> malachi.internal.v1.ForwardRequest
+	10, // 22: malachi.internal.v1.ReplicaService.OpenReplica:input_type -> malachi.internal.v1.OpenReplicaRequest
+	12, // 23: malachi.internal.v1.ReplicaService.Ask:input_type -> malachi.internal.v1.AskRequest
+	14, // 24: malachi.internal.v1.ReplicaService.Drain:input_type -> malachi.internal.v1.DrainRequest
+	16, // 25: malachi.internal.v1.ReplicaService.Fence:input_type -> malachi.internal.v1.FenceRequest
+	18, // 26: malachi.internal.v1.ReplicaService.Extend:input_type -> malachi.internal.v1.ExtendRequest
+	20, // 27: malachi.internal.v1.ReplicaService.Seal:input_type -> malachi.internal.v1.SealRequest
+	22, // 28: malachi.internal.v1.ReplicaService.Drop:input_type -> malachi.internal.v1.DropRequest
+	24, // 29: malachi.internal.v1.ReplicaService.Read:input_type -> malachi.internal.v1.ReadRequest
+	26, // 30: malachi.internal.v1.ReplicaService.Tail:input_type -> malachi.internal.v1.TailRequest
+	28, // 31: malachi.internal.v1.ReplicaService.OffsetAt:input_type -> malachi.internal.v1.OffsetAtRequest
+	30, // 32: malachi.internal.v1.ReplicaService.Copy:input_type -> malachi.internal.v1.CopyRequest
+	32, // 33: malachi.internal.v1.ReplicaService.ReadRaw:input_type -> malachi.internal.v1.ReadRawRequest
+	4,  // 34: malachi.internal.v1.ReplicaService.Ship:output_type -> malachi.internal.v1.ShipResponse
+	8,  // 35: malachi.internal.v1.ReplicaService.Forward:output_type -> malachi.internal.v1.ForwardResponse
+	11, // 36: malachi.internal.v1.ReplicaService.OpenReplica:output_type -> malachi.internal.v1.OpenReplicaResponse
+	13, // 37: malachi.internal.v1.ReplicaService.Ask:output_type -> malachi.internal.v1.AskResponse
+	15, // 38: malachi.internal.v1.ReplicaService.Drain:output_type -> malachi.internal.v1.DrainResponse
+	17, // 39: malachi.internal.v1.ReplicaService.Fence:output_type -> malachi.internal.v1.FenceResponse
+	19, // 40: malachi.internal.v1.ReplicaService.Extend:output_type -> malachi.internal.v1.ExtendResponse
+	21, // 41: malachi.internal.v1.ReplicaService.Seal:output_type -> malachi.internal.v1.SealResponse
+	23, // 42: malachi.internal.v1.ReplicaService.Drop:output_type -> malachi.internal.v1.DropResponse
+	25, // 43: malachi.internal.v1.ReplicaService.Read:output_type -> malachi.internal.v1.ReadResponse
+	27, // 44: malachi.internal.v1.ReplicaService.Tail:output_type -> malachi.internal.v1.TailResponse
+	29, // 45: malachi.internal.v1.ReplicaService.OffsetAt:output_type -> malachi.internal.v1.OffsetAtResponse
+	31, // 46: malachi.internal.v1.ReplicaService.Copy:output_type -> malachi.internal.v1.CopyResponse
+	33, // 47: malachi.internal.v1.ReplicaService.ReadRaw:output_type -> malachi.internal.v1.ReadRawResponse
+	34, // [34:48] is the sub-list for method output_type
+	20, // [20:34] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_malachi_internal_v1_replica_proto_init() }
@@ -2080,7 +2206,7 @@ func file_malachi_internal_v1_replica_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_malachi_internal_v1_replica_proto_rawDesc), len(file_malachi_internal_v1_replica_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   31,
+			NumMessages:   33,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

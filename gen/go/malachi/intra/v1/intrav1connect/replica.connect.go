@@ -50,6 +50,8 @@ const (
 	ReplicaServiceOffsetAtProcedure = "/malachi.internal.v1.ReplicaService/OffsetAt"
 	// ReplicaServiceCopyProcedure is the procedure name of the ReplicaService's Copy RPC.
 	ReplicaServiceCopyProcedure = "/malachi.internal.v1.ReplicaService/Copy"
+	// ReplicaServiceReadRawProcedure is the procedure name of the ReplicaService's ReadRaw RPC.
+	ReplicaServiceReadRawProcedure = "/malachi.internal.v1.ReplicaService/ReadRaw"
 )
 
 var (
@@ -144,6 +146,13 @@ var (
 			Procedure:  ReplicaServiceCopyProcedure,
 		}
 	})
+	replicaServiceReadRawSpec = sync.OnceValue(func() connect.Spec {
+		return connect.Spec{
+			StreamType: connect.StreamTypeUnary,
+			Schema:     v1.File_malachi_internal_v1_replica_proto.Services().ByName("ReplicaService").Methods().ByName("ReadRaw"),
+			Procedure:  ReplicaServiceReadRawProcedure,
+		}
+	})
 )
 
 // ReplicaServiceClient is a client for the malachi.internal.v1.ReplicaService service.
@@ -167,6 +176,8 @@ type ReplicaServiceClient interface {
 	OffsetAt(context.Context, *v1.OffsetAtRequest) (*v1.OffsetAtResponse, error)
 	// Copy says what this broker holds of a segment.
 	Copy(context.Context, *v1.CopyRequest) (*v1.CopyResponse, error)
+	// ReadRaw returns bytes of a sealed copy, its header and batches, unverified: whoever copies them proves the whole.
+	ReadRaw(context.Context, *v1.ReadRawRequest) (*v1.ReadRawResponse, error)
 }
 
 // NewReplicaServiceClient constructs a client for the malachi.internal.v1.ReplicaService service.
@@ -196,6 +207,8 @@ type ReplicaServiceHandler interface {
 	OffsetAt(context.Context, *v1.OffsetAtRequest) (*v1.OffsetAtResponse, error)
 	// Copy says what this broker holds of a segment.
 	Copy(context.Context, *v1.CopyRequest) (*v1.CopyResponse, error)
+	// ReadRaw returns bytes of a sealed copy, its header and batches, unverified: whoever copies them proves the whole.
+	ReadRaw(context.Context, *v1.ReadRawRequest) (*v1.ReadRawResponse, error)
 }
 
 // RegisterReplicaServiceHandler registers svc as the malachi.internal.v1.ReplicaService
@@ -216,6 +229,7 @@ func RegisterReplicaServiceHandler(server *connect.Server, svc ReplicaServiceHan
 		connect.Method{Spec: replicaServiceTailSpec(), Handler: adapter.tail},
 		connect.Method{Spec: replicaServiceOffsetAtSpec(), Handler: adapter.offsetAt},
 		connect.Method{Spec: replicaServiceCopySpec(), Handler: adapter.copy},
+		connect.Method{Spec: replicaServiceReadRawSpec(), Handler: adapter.readRaw},
 	)
 }
 
@@ -272,6 +286,10 @@ func (UnimplementedReplicaServiceHandler) OffsetAt(context.Context, *v1.OffsetAt
 
 func (UnimplementedReplicaServiceHandler) Copy(context.Context, *v1.CopyRequest) (*v1.CopyResponse, error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, "malachi.internal.v1.ReplicaService.Copy is not implemented")
+}
+
+func (UnimplementedReplicaServiceHandler) ReadRaw(context.Context, *v1.ReadRawRequest) (*v1.ReadRawResponse, error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, "malachi.internal.v1.ReplicaService.ReadRaw is not implemented")
 }
 
 type replicaServiceClient struct {
@@ -377,6 +395,14 @@ func (c *replicaServiceClient) OffsetAt(ctx context.Context, req *v1.OffsetAtReq
 func (c *replicaServiceClient) Copy(ctx context.Context, req *v1.CopyRequest) (*v1.CopyResponse, error) {
 	var res v1.CopyResponse
 	if err := c.client.CallUnary(ctx, replicaServiceCopySpec(), req, &res); err != nil {
+		return nil, err
+	}
+	return &res, nil
+}
+
+func (c *replicaServiceClient) ReadRaw(ctx context.Context, req *v1.ReadRawRequest) (*v1.ReadRawResponse, error) {
+	var res v1.ReadRawResponse
+	if err := c.client.CallUnary(ctx, replicaServiceReadRawSpec(), req, &res); err != nil {
 		return nil, err
 	}
 	return &res, nil
@@ -534,6 +560,18 @@ func (h replicaServiceHandler) copy(ctx context.Context, _ connect.Spec, stream 
 		return err
 	}
 	res, err := h.svc.Copy(ctx, &req)
+	if err != nil {
+		return err
+	}
+	return stream.Send(res)
+}
+
+func (h replicaServiceHandler) readRaw(ctx context.Context, _ connect.Spec, stream connect.ServerStream) error {
+	var req v1.ReadRawRequest
+	if err := stream.Receive(&req); err != nil {
+		return err
+	}
+	res, err := h.svc.ReadRaw(ctx, &req)
 	if err != nil {
 		return err
 	}
