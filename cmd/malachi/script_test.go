@@ -191,7 +191,7 @@ func TestNewerFolderIsLeftAlone(t *testing.T) {
 		t.Fatal(err)
 	}
 	before := hashTree(t, folder)
-	config := write(t, "data: "+folder+"\napi: 127.0.0.1:0\nops: 127.0.0.1:0\nraft: 127.0.0.1:0\nbootstrap: true\n")
+	config := write(t, "data: "+folder+"\napi: 127.0.0.1:0\nops: 127.0.0.1:0\nrpc: 127.0.0.1:0\nraft: 127.0.0.1:0\ngossip: 127.0.0.1:0\nbootstrap: true\n")
 	for _, args := range [][]string{{"dev", "--data", folder, "--api", ":0", "--ops", ":0"}, {"server", "--config", config}} {
 		var errOut bytes.Buffer
 		code := run(t.Context(), args, streams{in: strings.NewReader(""), out: io.Discard, err: &errOut})

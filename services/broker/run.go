@@ -72,9 +72,10 @@ func (b *Broker) Run(ctx context.Context) (err error) {
 	for _, s := range []string{"", malachiv1connect.ProduceServiceName, malachiv1connect.FetchServiceName, malachiv1connect.AdminServiceName} {
 		health.SetStatus(s, grpchealth.StatusNotServing)
 	}
-	close(b.closing)
 	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), b.cfg.DrainGrace)
 	defer cancel()
+	b.handOver(grace)
+	close(b.closing)
 	if err := api.Shutdown(grace); err != nil {
 		b.log.Warn("calls under way were cut off", "error", err)
 		err = api.Close()
@@ -95,6 +96,23 @@ func (b *Broker) Run(ctx context.Context) (err error) {
 		err = errors.Join(err, serr)
 	}
 	return errors.Join(err, b.telemetry.Close(context.WithoutCancel(ctx)))
+}
+
+// handOver gives what this broker leads to others, while it still serves: at most half of the grace.
+func (b *Broker) handOver(ctx context.Context) {
+	others := false
+	for _, o := range b.brokers() {
+		others = others || o.ID != b.self && !o.Absent && !o.Draining
+	}
+	if !others {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, b.cfg.DrainGrace/2)
+	defer cancel()
+	b.coord.HandOver(ctx)
+	if err := b.cp.HandOver(ctx); err != nil {
+		b.log.Info("not every metadata group was handed over", "error", err)
+	}
 }
 
 // refresh tells root how far the journal is, so that a disk which is rolled back is noticed at the next start.
@@ -162,6 +180,8 @@ func (b *Broker) Ready() error {
 		return errors.New("a metadata shard has no leader")
 	case b.store.Failed() != nil:
 		return errors.New("storage has failed")
+	case !b.coord.Settled():
+		return errors.New("replicas of the last start are being verified")
 	}
 	return nil
 }

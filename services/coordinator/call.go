@@ -146,6 +146,9 @@ func (c *Coordinator) requested(id storage.SegmentID, why replication.Reason, fr
 	if !c.stillOpen(id) {
 		return nil
 	}
+	if why == replication.ReasonDrain { // it stops: it may follow, and heads nothing
+		c.avoidOn(id.Range, from)
+	}
 	if why == replication.ReasonNoQuorum { // a partition may have cut only it: it does not head the next one
 		c.avoidOn(id.Range, from)
 	}

@@ -15,6 +15,7 @@ import (
 	"log/slog"
 	"maps"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -89,6 +90,8 @@ type Replicas interface {
 type Local interface {
 	Serving() []replica.Load
 	Full() <-chan struct{}
+	// Rejoin lets a follower's replica of an earlier boot take appends again.
+	Rejoin(context.Context, storage.SegmentID) error
 }
 
 // Store lists what lies on this broker's disk.
@@ -124,6 +127,7 @@ type Coordinator struct {
 	slots chan struct{}
 
 	suspects suspects
+	settled  atomic.Bool
 
 	mu      sync.Mutex
 	group   *errgroup.Group // of Run; nil before it
@@ -419,6 +423,20 @@ func (c *Coordinator) rollLoop(ctx context.Context) {
 				c.askPass(l.Segment, replication.ReasonAge)
 			}
 		}
+	}
+}
+
+// HandOver asks for passes over the segments that this broker serves, so that others head their ranges, and returns when none is left or ctx ends.
+func (c *Coordinator) HandOver(ctx context.Context) {
+	for ctx.Err() == nil {
+		serving := c.deps.Local.Serving()
+		if len(serving) == 0 {
+			return
+		}
+		for _, l := range serving {
+			c.askPass(l.Segment, replication.ReasonDrain)
+		}
+		pause(ctx, 50*time.Millisecond)
 	}
 }
 

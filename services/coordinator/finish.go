@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/malachilog/malachi/services/controlplane/metadata"
@@ -19,6 +20,7 @@ func (c *Coordinator) finishLoop(ctx context.Context) {
 	defer all.Stop()
 	for {
 		c.finishReplicas(ctx)
+		c.settled.Store(true)
 		select {
 		case <-ctx.Done():
 			return
@@ -28,6 +30,9 @@ func (c *Coordinator) finishLoop(ctx context.Context) {
 		}
 	}
 }
+
+// Settled reports whether every replica that this broker found at its start has been looked at: those of open segments follow again.
+func (c *Coordinator) Settled() bool { return c.settled.Load() }
 
 // finishReplicas carries out on this broker's disk what is recorded: a replica of a sealed segment is brought to its end and gets its footer,
 // one of an abandoned segment is dropped. What no record speaks of is left alone.
@@ -48,9 +53,13 @@ func (c *Coordinator) finishReplicas(ctx context.Context) {
 			err = c.finish(ctx, own, seg)
 		case metadata.SegmentAbandoned:
 			err = own.Drop(ctx, id)
+		case metadata.SegmentOpen:
+			if seg.Primary() != c.cfg.Self && slices.Contains(seg.Replicas, c.cfg.Self) {
+				err = c.deps.Local.Rejoin(ctx, id) // after a restart; else it costs nothing
+			}
 		}
 		switch {
-		case err == nil, ctx.Err() != nil, errors.Is(err, storage.ErrUnknownSegment):
+		case err == nil, ctx.Err() != nil, errors.Is(err, storage.ErrUnknownSegment), errors.Is(err, storage.ErrFenced), errors.Is(err, storage.ErrSealed):
 		case errors.Is(err, storage.ErrUnavailable), errors.Is(err, storage.ErrOverloaded), errors.Is(err, storage.ErrDiskFull):
 			c.log.Debug("replica is not finished yet", "segment", id.String(), "error", err)
 		case seg.State == metadata.SegmentSealed && (errors.Is(err, storage.ErrDamaged) || errors.Is(err, storage.ErrCorrupt)):

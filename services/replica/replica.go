@@ -163,6 +163,11 @@ func (s *Service) look() {
 
 func (s *Service) suspect(id storage.SegmentID) { s.deps.AskPass(id, replication.ReasonPrimaryGone) }
 
+// Rejoin lets a follower's replica of an earlier boot take appends again: see rangelog.Store.Rejoin.
+func (s *Service) Rejoin(ctx context.Context, id storage.SegmentID) error {
+	return s.deps.Store.Rejoin(ctx, id)
+}
+
 // rejoinSoon has a follower's replica of an earlier boot verified, so that it takes appends again.
 func (s *Service) rejoinSoon(id storage.SegmentID) {
 	s.mu.Lock()
