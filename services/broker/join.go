@@ -1,6 +1,7 @@
 package broker
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -8,8 +9,11 @@ import (
 	"log"
 	"log/slog"
 	"path/filepath"
+	"slices"
 	"time"
 
+	intrav1 "github.com/malachilog/malachi/gen/go/malachi/intra/v1"
+	"github.com/malachilog/malachi/gen/go/malachi/intra/v1/intrav1connect"
 	"github.com/malachilog/malachi/services/controlplane"
 	"github.com/malachilog/malachi/services/controlplane/root"
 	"github.com/malachilog/malachi/services/founding"
@@ -105,6 +109,64 @@ func (b *Broker) rpcAddress(id storage.BrokerID) (string, bool) {
 	return b.members.RPCAddress(id)
 }
 
+// askPatience bounds a question to each seed at a start; one that does not answer must not hold the start up.
+const askPatience = time.Second
+
+// generation asks members of the cluster whether this broker's metadata replicas were given to others while it was away. 0: nobody could be asked, or
+// nothing happened.
+func (b *Broker) generation(ctx context.Context) uint32 {
+	n := &b.net
+	self := n.advertised(n.rpc.Addr().String())
+	for _, seed := range slices.Concat(b.cfg.Join, b.cfg.Founders) {
+		if seed == self {
+			continue
+		}
+		call, cancel := context.WithTimeout(ctx, askPatience)
+		client := intrav1connect.NewClusterServiceClient(n.peers.At(seed))
+		hello, err := client.Hello(call, &intrav1.HelloRequest{Broker: uint64(b.self), RpcAddress: self})
+		if cluster := (marker{b}).Cluster(); err != nil || !bytes.Equal(hello.GetClusterId(), cluster[:]) { // of another cluster: it must not be asked
+			cancel()
+			continue
+		}
+		res, err := client.Join(call, &intrav1.JoinRequest{
+			Broker: uint64(b.self), RpcAddress: self, RaftAddress: n.advertised(n.raft), ApiAddress: n.advertised(n.api.Addr().String()),
+			GossipAddress: n.advertised(n.gossip), Level: uint32(storage.CurrentLevel), Attributes: b.cfg.Attributes,
+		})
+		cancel()
+		if err == nil && res.GetRefused() == "" {
+			return res.GetGeneration()
+		}
+	}
+	return 0
+}
+
+// probe asks a broker directly whether it runs.
+func (b *Broker) probe(ctx context.Context, id storage.BrokerID) error {
+	c, err := b.net.peers.Client(id)
+	if err != nil {
+		return err
+	}
+	_, err = intrav1connect.NewClusterServiceClient(c).Hello(ctx, &intrav1.HelloRequest{Broker: uint64(b.self)})
+	return rpc.PeerCallError(ctx, id, err)
+}
+
+// chooseVoters places the votes of a metadata group as segments are placed: who votes goes on to.
+func (b *Broker) chooseVoters(group uint64, candidates []controlplane.Candidate, n int) []storage.BrokerID {
+	var all []placement.Broker
+	var keep []storage.BrokerID
+	for _, c := range candidates {
+		all = append(all, placement.Broker{ID: c.ID, Attributes: c.Attributes})
+		if c.Voter {
+			keep = append(keep, c.ID)
+		}
+	}
+	set, err := placement.Choose(placement.KeyOfGroup(group), all, n, placement.Rules{SpreadBy: b.cp.Policy().SpreadBy, Keep: keep})
+	if err != nil {
+		return keep
+	}
+	return set
+}
+
 // openMembership begins to gossip. The others' addresses come from it.
 func (b *Broker) openMembership(ctx context.Context, met founding.Outcome) (err error) {
 	n := &b.net
@@ -157,12 +219,14 @@ func (b *Broker) openControlPlane(ctx context.Context) error {
 	}
 	deps := controlplane.Deps{
 		Logger: b.log, Addresses: b.members, Absent: b.absent, Attributes: b.cfg.Attributes,
-		Alive: func(id storage.BrokerID) bool { return b.absent(id) == 0 },
+		Alive: func(id storage.BrokerID) bool { return b.absent(id) == 0 }, Probe: b.probe, ChooseVoters: b.chooseVoters,
 	}
 	if b.net.mutual() {
 		deps.TLS = controlplane.TLSFiles{CAFile: b.cfg.TLS.CA, CertFile: b.cfg.TLS.Cert, KeyFile: b.cfg.TLS.Key}
 	}
-	b.cp, err = controlplane.Open(ctx, cfg, controlplane.Identity{Cluster: cluster, Broker: b.self, Founding: m.Founding, Joining: m.Joining}, deps)
+	b.cp, err = controlplane.Open(ctx, cfg, controlplane.Identity{
+		Cluster: cluster, Broker: b.self, Founding: m.Founding, Joining: m.Joining, Generation: b.generation(ctx),
+	}, deps)
 	if err != nil {
 		return portError("raft", b.net.raft, err)
 	}
@@ -234,14 +298,15 @@ func (b *Broker) brokers() []placement.Broker {
 type admitter struct{ b *Broker }
 
 // Admit implements founding.Admitter.
-func (a admitter) Admit(ctx context.Context, n founding.Newcomer) ([]founding.Known, error) {
+func (a admitter) Admit(ctx context.Context, n founding.Newcomer) (founding.Admission, error) {
 	addresses := map[string]string{"rpc": n.RPC, "raft": n.Raft, "api": n.API, "gossip": n.Gossip}
-	if _, err := a.b.cp.Admit(ctx, controlplane.AdmitRequest{Broker: n.Broker, Addresses: addresses, Attributes: n.Attributes, Level: n.Level}); err != nil {
-		return nil, err
+	admitted, err := a.b.cp.Admit(ctx, controlplane.AdmitRequest{Broker: n.Broker, Addresses: addresses, Attributes: n.Attributes, Level: n.Level})
+	if err != nil {
+		return founding.Admission{}, err
 	}
-	var out []founding.Known
+	out := founding.Admission{Generation: admitted.Generation}
 	for _, r := range a.b.cp.State().Brokers {
-		out = append(out, founding.Known{Broker: r.ID, RPC: r.Addresses["rpc"], Raft: r.Addresses["raft"], Gossip: r.Addresses["gossip"]})
+		out.Known = append(out.Known, founding.Known{Broker: r.ID, RPC: r.Addresses["rpc"], Raft: r.Addresses["raft"], Gossip: r.Addresses["gossip"]})
 	}
 	return out, nil
 }

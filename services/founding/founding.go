@@ -103,6 +103,13 @@ type Newcomer struct {
 	Attributes             map[string]string
 }
 
+// Admission is what a broker is told that was admitted, now or before.
+type Admission struct {
+	Known []Known
+	// Generation counts how often its metadata replicas were given to others because it was away for too long.
+	Generation uint32
+}
+
 // Known is a broker of the cluster, for who has not heard of it yet.
 type Known struct {
 	Broker            storage.BrokerID
@@ -112,7 +119,7 @@ type Known struct {
 // Admitter records brokers in the cluster. Admitting one again changes nothing. An error that wraps storage.ErrFolderRefused,
 // storage.ErrNewerFormat or storage.ErrInvalid is final; any other is temporary.
 type Admitter interface {
-	Admit(ctx context.Context, n Newcomer) ([]Known, error)
+	Admit(ctx context.Context, n Newcomer) (Admission, error)
 }
 
 // Deps are the collaborators of a Service.

@@ -58,17 +58,17 @@ type members struct {
 	known []Known
 }
 
-func (m *members) Admit(_ context.Context, n Newcomer) ([]Known, error) {
+func (m *members) Admit(_ context.Context, n Newcomer) (Admission, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.fail != nil {
-		return nil, m.fail
+		return Admission{}, m.fail
 	}
 	if m.came == nil {
 		m.came = map[storage.BrokerID]Newcomer{}
 	}
 	m.came[n.Broker] = n
-	return m.known, nil
+	return Admission{Known: m.known}, nil
 }
 
 // peer is a broker that listens, with its service.
@@ -254,12 +254,12 @@ func TestWhoHasNoOrderJoins(t *testing.T) {
 
 type deniesOnce struct{ tried chan struct{} }
 
-func (d *deniesOnce) Admit(context.Context, Newcomer) ([]Known, error) {
+func (d *deniesOnce) Admit(context.Context, Newcomer) (Admission, error) {
 	select {
 	case d.tried <- struct{}{}:
 	default:
 	}
-	return nil, fmt.Errorf("no quorum: %w", storage.ErrUnavailable)
+	return Admission{}, fmt.Errorf("no quorum: %w", storage.ErrUnavailable)
 }
 
 func TestRefusedForGood(t *testing.T) {

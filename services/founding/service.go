@@ -55,7 +55,7 @@ func (s *Service) Join(ctx context.Context, req *intrav1.JoinRequest) (*intrav1.
 		Broker: storage.BrokerID(req.GetBroker()), Level: storage.Level(req.GetLevel()), RPC: req.GetRpcAddress(), Raft: req.GetRaftAddress(),
 		API: req.GetApiAddress(), Gossip: req.GetGossipAddress(), Attributes: req.GetAttributes(),
 	}
-	known, err := admitter.Admit(ctx, n)
+	admitted, err := admitter.Admit(ctx, n)
 	switch {
 	case errors.Is(err, storage.ErrFolderRefused), errors.Is(err, storage.ErrNewerFormat), errors.Is(err, storage.ErrInvalid):
 		s.log.Warn("a broker is refused", "broker", n.Broker.String(), "rpc", n.RPC, "error", err)
@@ -64,8 +64,8 @@ func (s *Service) Join(ctx context.Context, req *intrav1.JoinRequest) (*intrav1.
 		return nil, err
 	}
 	s.log.Info("broker admitted", "broker", n.Broker.String(), "rpc", n.RPC)
-	res := &intrav1.JoinResponse{ClusterId: cluster[:]}
-	for _, k := range known[:min(len(known), maxKnown)] {
+	res := &intrav1.JoinResponse{ClusterId: cluster[:], Generation: admitted.Generation}
+	for _, k := range admitted.Known[:min(len(admitted.Known), maxKnown)] {
 		res.Known = append(res.Known, &intrav1.KnownBroker{
 			Broker: uint64(k.Broker), RpcAddress: k.RPC, RaftAddress: k.Raft, GossipAddress: k.Gossip,
 		})

@@ -278,7 +278,9 @@ type JoinResponse struct {
 	// Not empty: the broker will never be admitted as it is, and why.
 	Refused string `protobuf:"bytes,2,opt,name=refused,proto3" json:"refused,omitempty"`
 	// Brokers of the cluster, so that the new one finds them before it has heard of them.
-	Known         []*KnownBroker `protobuf:"bytes,3,rep,name=known,proto3" json:"known,omitempty"`
+	Known []*KnownBroker `protobuf:"bytes,3,rep,name=known,proto3" json:"known,omitempty"`
+	// How often the broker's metadata replicas were given to others because it was away for too long.
+	Generation    uint32 `protobuf:"varint,4,opt,name=generation,proto3" json:"generation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -332,6 +334,13 @@ func (x *JoinResponse) GetKnown() []*KnownBroker {
 		return x.Known
 	}
 	return nil
+}
+
+func (x *JoinResponse) GetGeneration() uint32 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
 }
 
 type KnownBroker struct {
@@ -644,12 +653,15 @@ const file_malachi_internal_v1_cluster_proto_rawDesc = "" +
 	"attributes\x1a=\n" +
 	"\x0fAttributesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x7f\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x9f\x01\n" +
 	"\fJoinResponse\x12\x1d\n" +
 	"\n" +
 	"cluster_id\x18\x01 \x01(\fR\tclusterId\x12\x18\n" +
 	"\arefused\x18\x02 \x01(\tR\arefused\x126\n" +
-	"\x05known\x18\x03 \x03(\v2 .malachi.internal.v1.KnownBrokerR\x05known\"\x90\x01\n" +
+	"\x05known\x18\x03 \x03(\v2 .malachi.internal.v1.KnownBrokerR\x05known\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x04 \x01(\rR\n" +
+	"generation\"\x90\x01\n" +
 	"\vKnownBroker\x12\x16\n" +
 	"\x06broker\x18\x01 \x01(\x06R\x06broker\x12\x1f\n" +
 	"\vrpc_address\x18\x02 \x01(\tR\n" +
