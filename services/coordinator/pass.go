@@ -100,7 +100,7 @@ func (c *Coordinator) runPass(ctx context.Context, id storage.SegmentID, why rep
 }
 
 func (p *passRun) gaveUp(ctx context.Context) error {
-	return fmt.Errorf("pass over %s: %v: %w", p.seg.ID, ctx.Err(), storage.ErrUnavailable)
+	return fmt.Errorf("pass over %s: %w: %w", p.seg.ID, storage.ErrUnavailable, ctx.Err())
 }
 
 // carryOut does what the machine orders; what came of it arrives as an event.

@@ -96,8 +96,8 @@ func (c *cluster) start(b *node, cfg Config, boot storage.Boot) {
 		intrav1connect.RegisterReplicaServiceHandler(s, NewServer(b.Service))
 	})
 	server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		b.gate.RLock()
-		b.gate.RUnlock()
+		b.gate.RLock() // one that is cut hangs here
+		func() { defer b.gate.RUnlock() }()
 		handler.ServeHTTP(w, r)
 	})}
 	ctx, cancel := context.WithCancel(t.Context())

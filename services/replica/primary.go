@@ -180,7 +180,7 @@ func (p *primary) ship(b shipped) {
 
 // trim drops the batches that no follower on the live path needs. Called with mu held.
 func (p *primary) trim() {
-	keep := storage.Offset(p.machine.Next())
+	keep := p.machine.Next()
 	for _, f := range p.feeds {
 		if from, ok := f.Keep(); ok {
 			keep = min(keep, from)

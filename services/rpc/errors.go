@@ -77,10 +77,10 @@ var sentinels = []struct {
 	{storage.ErrDamaged, v1.Reason_DATA_CORRUPT, 0},
 	{storage.ErrCorrupt, v1.Reason_DATA_CORRUPT, 0},
 	{storage.ErrNewerFormat, v1.Reason_INVALID_BATCH, 0},
+	{storage.ErrOutcomeUnknown, v1.Reason_NO_QUORUM, 100 * time.Millisecond},
 	{storage.ErrFolderRefused, v1.Reason_UNAVAILABLE, time.Second},
 	{storage.ErrClosed, v1.Reason_SHUTTING_DOWN, time.Second},
 	{storage.ErrUnavailable, v1.Reason_UNAVAILABLE, 100 * time.Millisecond},
-	{storage.ErrOutcomeUnknown, v1.Reason_NO_QUORUM, 100 * time.Millisecond},
 	{storage.ErrInvalid, v1.Reason_INVALID_ARGUMENT, 0},
 	{context.DeadlineExceeded, v1.Reason_DEADLINE, 0},
 }
