@@ -70,6 +70,16 @@ bench: build ## measure against this machine's limits (minutes; figures go to do
 e2e: build ## run the tests with whole processes
 	go test -count=1 -timeout 15m ./e2e/...
 
+.PHONY: modules
+modules: ## vet the modules that are not part of the root one
+	cd e2e/bench && go vet ./...
+
+PEERS ?= nats-always;nats-default;ceiling-direct;malachi
+W ?= w1,w2,w3,w4
+.PHONY: benchpeers
+benchpeers: build ## three brokers against NATS and a bare quorum loop (needs nats-server on PATH; PEERS= W= RUNS=)
+	cd e2e/bench && go build -o ../../bin/benchpeers . && MALACHI_BIN=$(CURDIR)/bin/malachi ../../bin/benchpeers -targets "$(PEERS)" -w $(W) -runs $(or $(RUNS),3)
+
 SEED ?= 0
 STEPS ?= 500
 .PHONY: sim
