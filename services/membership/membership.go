@@ -143,6 +143,7 @@ type Membership struct {
 	cfg    Config
 	deps   Deps
 	log    *slog.Logger
+	gossip string // own address
 	list   *memberlist.Memberlist
 	ring   *memberlist.Keyring // nil: plain
 	name   string
@@ -194,7 +195,11 @@ func Open(ctx context.Context, cfg Config, meta Meta, deps Deps) (*Membership, e
 	if err != nil {
 		return nil, err
 	}
-	if m.list, err = memberlist.Create(lib); err != nil {
+	m.list, err = memberlist.Create(lib)
+	if err == nil {
+		m.gossip = m.list.LocalNode().Address() // read once: the library writes to its node at every update
+	}
+	if err != nil {
 		return nil, listenError(cfg.Bind, err)
 	}
 	m.cfg.Keys = nil
@@ -270,7 +275,7 @@ func resolve(ctx context.Context, addr string) (net.IP, int, error) {
 }
 
 // Gossip is host:port under which others reach this member.
-func (m *Membership) Gossip() string { return m.list.LocalNode().Address() }
+func (m *Membership) Gossip() string { return m.gossip }
 
 // Update replaces what this broker tells of itself; the others hear of it within about a second while Run runs. storage.ErrTooLarge: it
 // does not fit, and nothing changes.
