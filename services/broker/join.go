@@ -112,11 +112,13 @@ func (b *Broker) rpcAddress(id storage.BrokerID) (string, bool) {
 // askPatience bounds a question to each seed at a start; one that does not answer must not hold the start up.
 const askPatience = time.Second
 
-// generation asks members of the cluster whether this broker's metadata replicas were given to others while it was away. 0: nobody could be asked, or
-// nothing happened.
-func (b *Broker) generation(ctx context.Context) uint32 {
-	n := &b.net
+// askMembers asks the cluster, before anything of its metadata is started here, what it knows of this broker: whether its metadata replicas were given
+// to others while it was away, and whether this disk is the one that was registered. 0: nobody could be asked, or nothing happened. It is a
+// courtesy: root judges every start again. But a Raft log that was set back ends the process before root can say so.
+func (b *Broker) askMembers(ctx context.Context) (generation uint32, err error) {
+	n, m := &b.net, b.dir.Marker()
 	self := n.advertised(n.rpc.Addr().String())
+	cluster := (marker{b}).Cluster()
 	for _, seed := range slices.Concat(b.cfg.Join, b.cfg.Founders) {
 		if seed == self {
 			continue
@@ -124,7 +126,7 @@ func (b *Broker) generation(ctx context.Context) uint32 {
 		call, cancel := context.WithTimeout(ctx, askPatience)
 		client := intrav1connect.NewClusterServiceClient(n.peers.At(seed))
 		hello, err := client.Hello(call, &intrav1.HelloRequest{Broker: uint64(b.self), RpcAddress: self})
-		if cluster := (marker{b}).Cluster(); err != nil || !bytes.Equal(hello.GetClusterId(), cluster[:]) { // of another cluster: it must not be asked
+		if err != nil || !bytes.Equal(hello.GetClusterId(), cluster[:]) { // of another cluster: it must not be asked
 			cancel()
 			continue
 		}
@@ -133,11 +135,18 @@ func (b *Broker) generation(ctx context.Context) uint32 {
 			GossipAddress: n.advertised(n.gossip), Level: uint32(storage.CurrentLevel), Attributes: b.cfg.Attributes,
 		})
 		cancel()
-		if err == nil && res.GetRefused() == "" {
-			return res.GetGeneration()
+		switch {
+		case err != nil:
+			continue
+		case res.GetRefused() != "":
+			return 0, fmt.Errorf("%w: %.300s", storage.ErrFolderRefused, res.GetRefused())
+		case uint64(b.boot) <= res.GetRegisteredBoot(), m.Proof < res.GetRegisteredGroup():
+			return 0, fmt.Errorf("%w: clone_or_rollback: this disk has boot %d and journal group %d, registered are %d and %d", storage.ErrFolderRefused,
+				b.boot, m.Proof, res.GetRegisteredBoot(), res.GetRegisteredGroup())
 		}
+		return res.GetGeneration(), nil
 	}
-	return 0
+	return 0, nil
 }
 
 // probe asks a broker directly whether it runs.
@@ -224,8 +233,12 @@ func (b *Broker) openControlPlane(ctx context.Context) error {
 	if b.net.mutual() {
 		deps.TLS = controlplane.TLSFiles{CAFile: b.cfg.TLS.CA, CertFile: b.cfg.TLS.Cert, KeyFile: b.cfg.TLS.Key}
 	}
+	generation, err := b.askMembers(ctx)
+	if err != nil {
+		return err
+	}
 	b.cp, err = controlplane.Open(ctx, cfg, controlplane.Identity{
-		Cluster: cluster, Broker: b.self, Founding: m.Founding, Joining: m.Joining, Generation: b.generation(ctx),
+		Cluster: cluster, Broker: b.self, Founding: m.Founding, Joining: m.Joining, Generation: generation,
 	}, deps)
 	if err != nil {
 		return portError("raft", b.net.raft, err)
@@ -278,10 +291,7 @@ func (b *Broker) absent(id storage.BrokerID) time.Duration {
 
 // brokers are the brokers as placement sees them.
 func (b *Broker) brokers() []placement.Broker {
-	skewed := map[storage.BrokerID]bool{}
-	for _, m := range b.members.Members() {
-		skewed[m.ID] = m.SkewKnown && m.Skew.Abs() > maxSkew
-	}
+	skewed := b.members.Skewed(maxSkew)
 	var out []placement.Broker
 	for _, r := range b.cp.State().Brokers {
 		if r.Boot == 0 {
@@ -294,11 +304,29 @@ func (b *Broker) brokers() []placement.Broker {
 	return out
 }
 
+// onlyOne refuses a broker whose id answers at another address: its folder is a copy of one that is in use.
+func (b *Broker) onlyOne(ctx context.Context, n founding.Newcomer) error {
+	at, known := b.members.RPCAddress(n.Broker)
+	if !known || at == n.RPC || n.Broker == b.self && n.RPC == b.meta.RPC {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, askPatience/2)
+	defer cancel()
+	res, err := intrav1connect.NewClusterServiceClient(b.net.peers.At(at)).Hello(ctx, &intrav1.HelloRequest{Broker: uint64(b.self)})
+	if err == nil && storage.BrokerID(res.GetBroker()) == n.Broker {
+		return fmt.Errorf("clone_or_rollback: broker %s runs at %s: the folder at %s is a copy: %w", n.Broker, at, n.RPC, storage.ErrFolderRefused)
+	}
+	return nil
+}
+
 // admitter takes new brokers into the cluster.
 type admitter struct{ b *Broker }
 
 // Admit implements founding.Admitter.
 func (a admitter) Admit(ctx context.Context, n founding.Newcomer) (founding.Admission, error) {
+	if err := a.b.onlyOne(ctx, n); err != nil {
+		return founding.Admission{}, err
+	}
 	addresses := map[string]string{"rpc": n.RPC, "raft": n.Raft, "api": n.API, "gossip": n.Gossip}
 	admitted, err := a.b.cp.Admit(ctx, controlplane.AdmitRequest{Broker: n.Broker, Addresses: addresses, Attributes: n.Attributes, Level: n.Level})
 	if err != nil {
@@ -306,6 +334,9 @@ func (a admitter) Admit(ctx context.Context, n founding.Newcomer) (founding.Admi
 	}
 	out := founding.Admission{Generation: admitted.Generation}
 	for _, r := range a.b.cp.State().Brokers {
+		if r.ID == n.Broker {
+			out.Boot, out.JournalGroup = r.Boot, r.JournalGroup
+		}
 		out.Known = append(out.Known, founding.Known{Broker: r.ID, RPC: r.Addresses["rpc"], Raft: r.Addresses["raft"], Gossip: r.Addresses["gossip"]})
 	}
 	return out, nil

@@ -17,8 +17,12 @@ import (
 	"github.com/malachilog/malachi/storage"
 )
 
-// refreshEvery is how often root is told the journal's last durable group.
-const refreshEvery = 30 * time.Second
+// refreshEvery is how often root is told the journal's last durable group, refreshFirst when for the first time: a copy made at the start is told from
+// the original from then on.
+const (
+	refreshEvery = 30 * time.Second
+	refreshFirst = 2 * time.Second
+)
 
 // Run serves until ctx ends, then drains: readiness off, streams ended with a reason, calls under way finished within the grace, what was
 // journaled written out. It returns nil after a drain, and the failure that ended it otherwise; storage.ErrNewerFormat means exit 78. A storage
@@ -33,6 +37,7 @@ func (b *Broker) Run(ctx context.Context) (err error) {
 		Protocols:         new(http.Protocols),
 	}
 	api.Protocols.SetHTTP1(true)
+	api.Protocols.SetHTTP2(true)
 	api.Protocols.SetUnencryptedHTTP2(true) // gRPC without TLS
 	ops := &http.Server{Handler: b.opsHandler(), ReadHeaderTimeout: 10 * time.Second}
 
@@ -117,13 +122,14 @@ func (b *Broker) handOver(ctx context.Context) {
 
 // refresh tells root how far the journal is, so that a disk which is rolled back is noticed at the next start.
 func (b *Broker) refresh(ctx context.Context) error {
-	tick := time.NewTicker(refreshEvery)
-	defer tick.Stop()
+	due := time.NewTimer(refreshFirst)
+	defer due.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-tick.C:
+		case <-due.C:
+			due.Reset(refreshEvery)
 		}
 		err := b.cp.Refresh(ctx, b.store.Stats().LastGroup)
 		switch {

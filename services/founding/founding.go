@@ -108,6 +108,9 @@ type Admission struct {
 	Known []Known
 	// Generation counts how often its metadata replicas were given to others because it was away for too long.
 	Generation uint32
+	// Boot and JournalGroup are what is registered of the broker; 0 if it never was.
+	Boot         storage.Boot
+	JournalGroup uint64
 }
 
 // Known is a broker of the cluster, for who has not heard of it yet.

@@ -64,7 +64,8 @@ func (s *Service) Join(ctx context.Context, req *intrav1.JoinRequest) (*intrav1.
 		return nil, err
 	}
 	s.log.Info("broker admitted", "broker", n.Broker.String(), "rpc", n.RPC)
-	res := &intrav1.JoinResponse{ClusterId: cluster[:], Generation: admitted.Generation}
+	res := &intrav1.JoinResponse{ClusterId: cluster[:], Generation: admitted.Generation,
+		RegisteredBoot: uint64(admitted.Boot), RegisteredGroup: admitted.JournalGroup}
 	for _, k := range admitted.Known[:min(len(admitted.Known), maxKnown)] {
 		res.Known = append(res.Known, &intrav1.KnownBroker{
 			Broker: uint64(k.Broker), RpcAddress: k.RPC, RaftAddress: k.Raft, GossipAddress: k.Gossip,

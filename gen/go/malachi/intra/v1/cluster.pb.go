@@ -280,9 +280,12 @@ type JoinResponse struct {
 	// Brokers of the cluster, so that the new one finds them before it has heard of them.
 	Known []*KnownBroker `protobuf:"bytes,3,rep,name=known,proto3" json:"known,omitempty"`
 	// How often the broker's metadata replicas were given to others because it was away for too long.
-	Generation    uint32 `protobuf:"varint,4,opt,name=generation,proto3" json:"generation,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Generation uint32 `protobuf:"varint,4,opt,name=generation,proto3" json:"generation,omitempty"`
+	// What is registered of the broker, if it was there before: its boot, and how far its journal was. A disk that falls short was cloned or rolled back.
+	RegisteredBoot  uint64 `protobuf:"varint,5,opt,name=registered_boot,json=registeredBoot,proto3" json:"registered_boot,omitempty"`
+	RegisteredGroup uint64 `protobuf:"varint,6,opt,name=registered_group,json=registeredGroup,proto3" json:"registered_group,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *JoinResponse) Reset() {
@@ -339,6 +342,20 @@ func (x *JoinResponse) GetKnown() []*KnownBroker {
 func (x *JoinResponse) GetGeneration() uint32 {
 	if x != nil {
 		return x.Generation
+	}
+	return 0
+}
+
+func (x *JoinResponse) GetRegisteredBoot() uint64 {
+	if x != nil {
+		return x.RegisteredBoot
+	}
+	return 0
+}
+
+func (x *JoinResponse) GetRegisteredGroup() uint64 {
+	if x != nil {
+		return x.RegisteredGroup
 	}
 	return 0
 }
@@ -653,7 +670,7 @@ const file_malachi_internal_v1_cluster_proto_rawDesc = "" +
 	"attributes\x1a=\n" +
 	"\x0fAttributesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x9f\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xf3\x01\n" +
 	"\fJoinResponse\x12\x1d\n" +
 	"\n" +
 	"cluster_id\x18\x01 \x01(\fR\tclusterId\x12\x18\n" +
@@ -661,7 +678,9 @@ const file_malachi_internal_v1_cluster_proto_rawDesc = "" +
 	"\x05known\x18\x03 \x03(\v2 .malachi.internal.v1.KnownBrokerR\x05known\x12\x1e\n" +
 	"\n" +
 	"generation\x18\x04 \x01(\rR\n" +
-	"generation\"\x90\x01\n" +
+	"generation\x12'\n" +
+	"\x0fregistered_boot\x18\x05 \x01(\x04R\x0eregisteredBoot\x12)\n" +
+	"\x10registered_group\x18\x06 \x01(\x04R\x0fregisteredGroup\"\x90\x01\n" +
 	"\vKnownBroker\x12\x16\n" +
 	"\x06broker\x18\x01 \x01(\x06R\x06broker\x12\x1f\n" +
 	"\vrpc_address\x18\x02 \x01(\tR\n" +
