@@ -175,7 +175,7 @@ type server struct {
 type Client struct {
 	cfg     Config
 	codec   batch.Codec
-	servers []server
+	servers atomic.Pointer[[]*server] // those of the configuration, then those that brokers have named
 	// at is the server that calls begin with; whoever finds it dead moves it on.
 	at atomic.Uint32
 	// start runs a lane until it has nothing to send; its context ends when Close gives up.
@@ -193,7 +193,7 @@ type Client struct {
 
 	mu     sync.Mutex
 	topics map[string]*topic
-	others map[string]*server // that brokers have named, by base URL
+	others map[string]*server // all of servers, by base URL
 }
 
 // New makes a client. It does no I/O: whether the servers answer shows at the first call.
@@ -232,9 +232,13 @@ func New(cfg Config) (*Client, error) {
 			admin:   malachiv1connect.NewAdminServiceClient(conn),
 		}
 	}
+	var all []*server
 	for _, base := range cfg.Servers {
-		c.servers = append(c.servers, c.dial(base))
+		s := c.dial(base)
+		all = append(all, &s)
+		c.others[strings.TrimRight(base, "/")] = &s
 	}
+	c.servers.Store(&all)
 	return c, nil
 }
 
@@ -253,6 +257,8 @@ func (c *Client) named(base string) *server {
 		d := c.dial(base)
 		s = &d
 		c.others[base] = s
+		all := append(slices.Clone(*c.servers.Load()), s) // if those of the configuration are gone, there is this one
+		c.servers.Store(&all)
 	}
 	return s
 }
@@ -276,12 +282,13 @@ func (c *Client) Admin() malachiv1connect.AdminServiceClient { return c.server(0
 
 // server gives the server that the n-th lane begins with.
 func (c *Client) server(n uint32) *server {
-	return &c.servers[(uint64(c.at.Load())+uint64(n))%uint64(len(c.servers))]
+	all := *c.servers.Load()
+	return all[(uint64(c.at.Load())+uint64(n))%uint64(len(all))]
 }
 
 // moveOn makes calls begin with another server than the one that at named.
 func (c *Client) moveOn(at uint32) {
-	if len(c.servers) > 1 {
+	if len(*c.servers.Load()) > 1 {
 		c.at.CompareAndSwap(at, at+1)
 	}
 }

@@ -50,6 +50,7 @@ type lane struct {
 	scratch  scratch
 	outgoing malachiv1.ProduceRequest // of the goroutine
 	near     *server                  // of the goroutine: the one that serves the lane's range, if a broker has said so
+	moved    uint32                   // of the goroutine: how often it left a server that did not answer
 }
 
 func newLane(t *topic, index uint32, keyless bool) *lane {
@@ -274,9 +275,9 @@ func (l *lane) send(ctx context.Context, p *pending) Result {
 	pause := c.backoff()
 	unknown := false // some attempt may have been written
 	for {
-		at, to := c.at.Load(), l.near
+		to := l.near
 		if to == nil {
-			to = c.server(l.index)
+			to = c.server(l.index + l.moved)
 		}
 		r, e := l.attempt(ctx, to, len(p.entries))
 		if e == nil {
@@ -287,10 +288,10 @@ func (l *lane) send(ctx context.Context, p *pending) Result {
 		if !e.retryable() {
 			return Result{Err: e}
 		}
-		if near := l.near; near != nil {
+		if l.near != nil {
 			l.near = nil // the others know who serves it now
 		} else if e.local {
-			c.moveOn(at)
+			l.moved++ // the lane stays with the next one that answers
 		}
 		if !pause.wait(ctx, e.RetryDelay, deadline) {
 			if ctx.Err() != nil {

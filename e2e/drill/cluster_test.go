@@ -26,7 +26,7 @@ import (
 )
 
 // patience is how long anything may take that a healthy cluster does at once.
-const patience = 60 * time.Second
+const patience = 40 * time.Second
 
 // node is one broker process.
 type node struct {
@@ -280,7 +280,11 @@ func (c *cluster) client(only ...*node) *client.Client {
 	if err != nil {
 		c.t.Fatal(err)
 	}
-	c.t.Cleanup(func() { _ = s.Close(context.WithoutCancel(c.t.Context())) }) // its brokers may be gone
+	c.t.Cleanup(func() { // its brokers are gone, and what is under way with them
+		ctx, cancel := context.WithCancel(context.Background())
+		cancel()
+		_ = s.Close(ctx)
+	})
 	return s
 }
 

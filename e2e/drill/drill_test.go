@@ -316,14 +316,17 @@ func TestGrowth(t *testing.T) {
 	c := newCluster(t, 1)
 	first := c.nodes[0]
 	first.extra = "bootstrap: true\n"
-	c.start()
+	for range 2 {
+		c.add("join: [" + first.ports[2] + "]\n")
+	}
+	first.launch()
+	first.await()
 	c.create(2)
 	l := newLedger()
 	stop := c.load(l, 4)
 	l.grow(t, 200)
 	before := sealed(c.segments(topic))
-	for range 2 {
-		b := c.add("join: [" + first.ports[2] + "]\n")
+	for _, b := range c.nodes[1:] {
 		b.launch()
 		b.await()
 	}
