@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sync/singleflight"
 
+	"github.com/malachilog/malachi/e2e/inv/mutate"
 	"github.com/malachilog/malachi/services/controlplane"
 	"github.com/malachilog/malachi/services/controlplane/metadata"
 	"github.com/malachilog/malachi/services/controlplane/root"
@@ -329,10 +330,10 @@ func (c *Coordinator) rollWanted(seg *metadata.Segment) bool {
 	defer c.mu.Unlock()
 	now := c.deps.Now()
 	changed := seg.ReplicationFactor != policy.ReplicationFactor || seg.Quorum != policy.Quorum()
-	if c.enough.IsZero() || !changed && now.Sub(c.enough) < c.cfg.SettleTime {
+	if c.enough.IsZero() || !changed && now.Sub(c.enough) < c.cfg.SettleTime && !mutate.On("coordinator.roll-unsettled") {
 		return false
 	}
-	if last, ok := c.rolled[seg.ID.Range]; ok && now.Sub(last) < rollEvery && !changed {
+	if last, ok := c.rolled[seg.ID.Range]; ok && now.Sub(last) < rollEvery && !changed && !mutate.On("coordinator.roll-again") {
 		return false
 	}
 	c.rolled[seg.ID.Range] = now
@@ -363,6 +364,9 @@ func (c *Coordinator) avoided(id storage.RangeID) map[storage.BrokerID]bool {
 	}
 	if len(out) == 0 {
 		delete(c.avoid, id)
+	}
+	if mutate.On("coordinator.avoid-nobody") {
+		return nil
 	}
 	return out
 }

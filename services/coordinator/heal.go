@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/malachilog/malachi/e2e/inv/mutate"
 	"github.com/malachilog/malachi/services/controlplane/metadata"
 	"github.com/malachilog/malachi/services/controlplane/root"
 	"github.com/malachilog/malachi/services/placement"
@@ -86,6 +87,11 @@ func (c *Coordinator) healOwn(ctx context.Context, damaged map[storage.SegmentID
 	held := make(map[storage.SegmentID]bool, len(here))
 	for _, id := range here {
 		held[id] = true
+		if mutate.On("coordinator.absence-condemns") {
+			if t, ok := c.deps.ControlPlane.CachedTopicByUID(id.Range.Topic); !ok || t.Segment(id) == nil {
+				_ = c.deps.Replicas(c.cfg.Self).Drop(ctx, id)
+			}
+		}
 	}
 	for _, id := range c.deps.Store.Live() {
 		held[id] = true // it is finished, not healed, unless it is damaged
@@ -123,7 +129,7 @@ func (c *Coordinator) eachSealed(fn func(*metadata.Topic, *metadata.Segment) boo
 func (c *Coordinator) healOne(ctx context.Context, t *metadata.Topic, seg *metadata.Segment, comes bool) {
 	work, cancel := context.WithTimeout(ctx, healPatience)
 	defer cancel()
-	if err := c.deps.Copies.Heal(work, seg); err != nil {
+	if err := c.deps.Copies.Heal(work, seg); err != nil && !mutate.On("coordinator.confirm-unproved") {
 		if ctx.Err() == nil {
 			c.log.Warn("copy is not healed yet", "topic", t.Name, "segment", seg.ID.String(), "error", err)
 		}
@@ -209,7 +215,7 @@ func (c *Coordinator) copyStep(t *metadata.Topic, seg *metadata.Segment, brokers
 				return step(metadata.ReplicaIncoming, b, false)
 			}
 		}
-	case len(leave) > 0 && len(stay) >= seg.ReplicationFactor:
+	case len(leave) > 0 && (len(stay) >= seg.ReplicationFactor || mutate.On("coordinator.drop-early")):
 		return step(metadata.ReplicaDrop, leave[0], false)
 	}
 	return nil

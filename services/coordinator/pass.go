@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/malachilog/malachi/e2e/inv/mutate"
 	"github.com/malachilog/malachi/services/controlplane/metadata"
 	"github.com/malachilog/malachi/services/rpc"
 	"github.com/malachilog/malachi/storage"
@@ -185,6 +186,9 @@ func (p *passRun) ask(ctx context.Context, o replication.Order) func() []replica
 		if err != nil {
 			return unreachable
 		}
+		if mutate.On("coordinator.seal-on-suspicion") {
+			serving = false
+		}
 		return func() []replication.Order { return m.Answered(b, serving) }
 	case replication.OrderDrain:
 		ctx, cancel := context.WithTimeout(ctx, drainPatience)
@@ -221,7 +225,7 @@ func (p *passRun) fence(ctx context.Context, w Replicas, b storage.BrokerID, err
 		v, err = w.Fence(ctx, p.seg.ID, p.seg.Header)
 	}
 	switch {
-	case err == nil:
+	case err == nil, mutate.On("coordinator.damaged-votes") && errors.Is(err, storage.ErrDamaged):
 		return func() []replication.Order {
 			p.votes[b] = v
 			return m.Voted(b, replication.Vote{End: v.End, Bytes: v.Pos, Digest: v.Digest})

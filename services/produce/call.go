@@ -7,6 +7,7 @@ import (
 	"slices"
 	"sync"
 
+	"github.com/malachilog/malachi/e2e/inv/mutate"
 	v1 "github.com/malachilog/malachi/gen/go/malachi/v1"
 	"github.com/malachilog/malachi/services/replica"
 	"github.com/malachilog/malachi/services/rpc"
@@ -44,14 +45,20 @@ type call struct {
 	over    chan struct{}
 	again   []*item       // refused after they were submitted; to be submitted again
 	wake    chan struct{} // has a token when again has grown, or an answer has come
-	open    map[storage.RangeID]int
+	open    map[storage.RangeID]onWay
+}
+
+// onWay is how many items are on their way to a range, and the segment of it that they were submitted to.
+type onWay struct {
+	items int
+	to    storage.SegmentID
 }
 
 func newCall(items []*item) *call {
 	for _, it := range items {
 		it.parts = 1
 	}
-	return &call{items: items, waiting: len(items), over: make(chan struct{}), wake: make(chan struct{}, 1), open: map[storage.RangeID]int{}}
+	return &call{items: items, waiting: len(items), over: make(chan struct{}), wake: make(chan struct{}, 1), open: map[storage.RangeID]onWay{}}
 }
 
 // expect says that an item was cut into n parts, each of which is answered.
@@ -64,25 +71,40 @@ func (c *call) expect(it *item, n int) {
 // refuse is an answer that nothing of it was appended.
 func (c *call) refuse(it *item, err error) { c.answer(it, replica.Appended{}, err, false) }
 
-// submitted says that an item is on its way to a range. Without it, done must not be called.
-func (c *call) submitted(r storage.RangeID) {
+// submitted says that an item is on its way to a segment. Without it, done must not be called.
+func (c *call) submitted(id storage.SegmentID) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.open[r]++
+	c.open[id.Range] = onWay{c.open[id.Range].items + 1, id}
+}
+
+// elsewhere reports whether something is on its way to another segment of the range, which may yet refuse it.
+func (c *call) elsewhere(id storage.SegmentID) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	o := c.open[id.Range]
+	return o.items > 0 && o.to != id && !mutate.On("produce.overtake")
 }
 
 // unsubmitted takes that back: it was refused at once.
 func (c *call) unsubmitted(r storage.RangeID) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.open[r]--
+	c.answered(r)
+}
+
+// answered is called with mu held.
+func (c *call) answered(r storage.RangeID) {
+	o := c.open[r]
+	o.items--
+	c.open[r] = o
 }
 
 // done is the answer of the append path. A refusal that another head may not repeat has the item submitted again.
 func (c *call) done(it *item, a replica.Appended, err error) {
 	c.mu.Lock()
-	c.open[it.tried.Range]--
-	retry := err != nil && again(err) && !c.ended
+	c.answered(it.tried.Range)
+	retry := err != nil && (again(err) || mutate.On("produce.retry-unknown")) && !c.ended
 	if retry {
 		c.again = append(c.again, it)
 	}
@@ -109,19 +131,20 @@ func (c *call) waits(it *item, r storage.RangeID) bool {
 	return false
 }
 
-// settle waits until nothing of this call is on its way to the range: what is sent to another broker must not overtake what was sent before.
-func (c *call) settle(ctx context.Context, r storage.RangeID) {
+// settle waits until nothing of this call is on its way to the range: what is sent to another broker, or to another segment, must not overtake
+// what was sent before. False: ctx was over first.
+func (c *call) settle(ctx context.Context, r storage.RangeID) bool {
 	for {
 		c.mu.Lock()
-		n := c.open[r]
+		n := c.open[r].items
 		c.mu.Unlock()
 		if n == 0 {
-			return
+			return true
 		}
 		select {
 		case <-c.wake:
 		case <-ctx.Done():
-			return
+			return false
 		}
 	}
 }
@@ -160,10 +183,13 @@ func (c *call) answer(it *item, a replica.Appended, err error, tried bool) {
 // wait waits for all answers, submitting again what a head refused, or for the deadline: what is on its way then is of unknown outcome.
 func (c *call) wait(ctx context.Context, submit func(*item)) {
 	for ctx.Err() == nil {
-		for _, it := range c.refused() {
-			moved := it.tried
-			it.moved = &moved
-			submit(it)
+		if items := c.refused(); len(items) > 0 {
+			for _, it := range items {
+				moved := it.tried
+				it.moved = &moved
+				submit(it)
+			}
+			continue // to submit may have taken the token of what was refused meanwhile
 		}
 		select {
 		case <-c.over:
@@ -173,7 +199,7 @@ func (c *call) wait(ctx context.Context, submit func(*item)) {
 		}
 	}
 	for _, it := range c.refused() {
-		c.refuse(it, fmt.Errorf("no head took the batch within the deadline: %w", storage.ErrUnavailable))
+		c.refuse(it, errNoHead)
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -26,6 +26,9 @@ const (
 	headWait = 100 * time.Millisecond
 )
 
+// errNoHead refuses a batch that was not submitted, or was refused, when the deadline came.
+var errNoHead = fmt.Errorf("no head took the batch within the deadline: %w", storage.ErrUnavailable)
+
 // Topics finds topics.
 type Topics interface {
 	CachedTopic(name string) (*metadata.Topic, bool)
@@ -249,8 +252,12 @@ func (s *Service) submit(ctx context.Context, uid storage.TopicUID, c *call, it 
 		if err == nil {
 			return
 		}
-		if !again(err) || ctx.Err() != nil {
+		switch {
+		case !again(err):
 			c.refuse(it, err)
+			return
+		case ctx.Err() != nil:
+			c.refuse(it, fmt.Errorf("%w: %w", errNoHead, err))
 			return
 		}
 		s.awaitHead(ctx, uid, r)
@@ -287,14 +294,14 @@ func (s *Service) appendOnce(ctx context.Context, t *metadata.Topic, r *metadata
 
 // hand gives the batch to a segment's primary. An error means that it was refused at once.
 func (s *Service) hand(ctx context.Context, head *metadata.Segment, c *call, it *item) error {
-	if head.Primary() != s.deps.Self {
-		c.settle(ctx, head.ID.Range)
+	if (head.Primary() != s.deps.Self || c.elsewhere(head.ID)) && !c.settle(ctx, head.ID.Range) {
+		return errNoHead
 	}
 	it.moved, it.tried, it.primary = nil, head.ID, head.Primary()
 	if c.waits(it, head.ID.Range) {
 		return nil
 	}
-	c.submitted(head.ID.Range)
+	c.submitted(head.ID)
 	err := s.deps.Primary.Append(head, it.data, func(a replica.Appended, err error) { c.done(it, a, err) })
 	if err != nil {
 		c.unsubmitted(head.ID.Range)
