@@ -80,6 +80,11 @@ W ?= w1,w2,w3,w4
 benchpeers: build ## three brokers against NATS and a bare quorum loop (needs nats-server on PATH; PEERS= W= RUNS=)
 	cd e2e/bench && go build -o ../../bin/benchpeers . && MALACHI_BIN=$(CURDIR)/bin/malachi ../../bin/benchpeers -targets "$(PEERS)" -w $(W) -runs $(or $(RUNS),3)
 
+NAME ?=
+.PHONY: drill
+drill: build ## drills with three broker processes: NAME=Growth picks some
+	go test -count=1 -timeout 15m -v -run 'Test$(NAME)' ./e2e/drill
+
 SEED ?= 0
 STEPS ?= 500
 .PHONY: sim
