@@ -420,3 +420,29 @@ func TestLateOpenIsRefused(t *testing.T) {
 		t.Errorf("it made a replica: %v", err)
 	}
 }
+
+// TestPrimaryThatStartsIsNoPrimary: a broker that is not registered yet knows none of the calls: nothing was appended there, and whoever asked may go on.
+func TestPrimaryThatStartsIsNoPrimary(t *testing.T) {
+	c := newCluster(t, 2, Config{})
+	seg := c.open(1, 1, 2)
+	c.must(c.brokers[1], seg, "one")
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := &http.Server{Handler: rpc.PeerHandler(slog.New(slog.DiscardHandler), func(*connect.Server) {})}
+	go func() { _ = server.Serve(l) }()
+	defer func() { _ = server.Close() }()
+	c.mu.Lock()
+	c.brokers[0].addr = l.Addr().String()
+	c.mu.Unlock()
+	o := <-c.send(c.brokers[1], seg, "two")
+	if !errors.Is(o.err, storage.ErrStaleRoute) || errors.Is(o.err, storage.ErrOutcomeUnknown) {
+		t.Errorf("a batch for a broker that starts: %v", o.err)
+	}
+	_, _, err = NewRouter(c.brokers[1].Service).Read(t.Context(), seg, 0, 1<<20, nil)
+	var ce *connect.Error
+	if !errors.Is(err, storage.ErrUnavailable) || errors.As(err, &ce) {
+		t.Errorf("a read from a broker that starts: %v", err)
+	}
+}

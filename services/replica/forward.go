@@ -7,6 +7,8 @@ import (
 	"net"
 	"sync"
 
+	"connectrpc.com/connect/v2"
+
 	intrav1 "github.com/malachilog/malachi/gen/go/malachi/intra/v1"
 	"github.com/malachilog/malachi/gen/go/malachi/intra/v1/intrav1connect"
 	"github.com/malachilog/malachi/services/rpc"
@@ -130,7 +132,9 @@ func (br *bringer) send(ctx context.Context, number uint64, batches []forwarded)
 // fate says what a failed request means for what it carried: never sent, nothing was appended; else nobody knows.
 func (br *bringer) fate(ctx context.Context, err error) error {
 	var dial *net.OpError
-	if errors.Is(err, storage.ErrUnavailable) || errors.As(err, &dial) && dial.Op == "dial" {
+	var ce *connect.Error
+	starting := errors.As(err, &ce) && ce.Code() == connect.CodeUnimplemented // it is not registered yet, and serves nothing
+	if starting || errors.Is(err, storage.ErrUnavailable) || errors.As(err, &dial) && dial.Op == "dial" {
 		return fmt.Errorf("broker %s, the primary, cannot be reached: %w", br.to, storage.ErrStaleRoute)
 	}
 	return fmt.Errorf("%w: %w", storage.ErrOutcomeUnknown, rpc.PeerCallError(ctx, br.to, err))

@@ -109,7 +109,8 @@ func PeerCallError(ctx context.Context, broker storage.BrokerID, err error) erro
 	if cerr := ctx.Err(); cerr != nil {
 		return fmt.Errorf("broker %s does not answer: %w: %w", broker, storage.ErrUnavailable, cerr)
 	}
-	return fmt.Errorf("broker %s does not answer: %w: %w", broker, storage.ErrUnavailable, err)
+	// As text: whoever asked this broker must not take the other one's Connect error for this one's own.
+	return fmt.Errorf("broker %s does not answer: %w: %s", broker, storage.ErrUnavailable, err.Error())
 }
 
 // PeerHandler serves broker-to-broker calls: register the services on the server that it hands to register.
